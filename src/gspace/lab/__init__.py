@@ -1,0 +1,1 @@
+"""Experiments and the command line: imports gspace, is never imported by it."""
