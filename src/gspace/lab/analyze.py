@@ -1,0 +1,85 @@
+"""`gspace analyze SPEC`: the rescaling symmetry of a model, and a check that it is one."""
+
+import argparse
+import json
+
+import torch
+
+import gspace
+from gspace.lab.spec import FORM, load_model, parse_spec
+from gspace.lab.verify import TOLERANCE, Shape, guess_shape, largest_changes, random_inputs
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help=FORM)
+    parser.add_argument(
+        "--input-shape",
+        metavar="N,C,H,W",
+        type=_shape,
+        action="append",
+        default=[],
+        help="shape of an input, batch first; once per input. Lets models be traced that need real sizes",
+    )
+    parser.add_argument(
+        "--residual",
+        choices=("pin", "tie"),
+        default="pin",
+        help="what an addition does to its operands: pin them (the paper's choice) or tie their scales (default: pin)",
+    )
+    parser.add_argument("--pin", metavar="NAME", action="append", default=[], help="a module whose units to pin")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="rescale a float64 copy by random factors e^N(0,1) and report how far the output moves",
+    )
+    parser.add_argument("--seed", type=_seed, default=0, help="of the model, the inputs and the factors (default: 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; 1 if the verification failed, else 0."""
+    torch.manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
+    model = load_model(parse_spec(args.spec))
+    inputs = random_inputs(model, args.input_shape, generator)
+    try:
+        analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
+    except gspace.TraceError as error:
+        if inputs:
+            raise
+        raise gspace.TraceError(f"{error} On the command line, --input-shape gives one.") from error
+    changes: dict[str, float] = {}
+    if args.verify:
+        inputs = inputs or random_inputs(model, [guess_shape(model)], generator)
+        changes = largest_changes(model, analysis, inputs, generator)
+    exact = all(change <= TOLERANCE for change in changes.values())
+    if args.json:
+        verified = {"verify": {**changes, "tolerance": TOLERANCE, "exact": exact}} if args.verify else {}
+        print(json.dumps({"spec": args.spec, **analysis.to_dict(), **verified}, indent=2))
+    else:
+        print(analysis)
+        if args.verify:
+            print(_sentence(analysis.H, changes, exact))
+    return 0 if exact else 1
+
+
+def _sentence(units: int, changes: dict[str, float], exact: bool) -> str:
+    found = ", ".join(f"{change:.1e} ({mode})" for mode, change in changes.items())
+    verdict = "verified" if exact else f"NOT a symmetry (tolerance {TOLERANCE:.0e}), please report this model"
+    return f"{verdict}: {units} units scaled by e^N(0,1); largest relative change of the output in float64: {found}"
+
+
+def _shape(text: str) -> Shape:
+    try:
+        shape = tuple(int(size) for size in text.split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape, write positive sizes as in 2,3,32,32")
+    return shape
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed, write an integer from 0 to 2^63 - 1")
+    return int(text)

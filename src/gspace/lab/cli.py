@@ -1,0 +1,85 @@
+"""The command `gspace`: a table of subcommands, and one line on stderr for whatever goes wrong.
+
+Exit codes: 0 done; 1 the work was done and failed (a verification, say); 2 the request cannot be served.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from gspace.lab.spec import one_line
+
+
+@dataclass(frozen=True)
+class Command:
+    """One row of the table.
+
+    Attributes:
+        help: One line for `gspace --help`.
+        module: Has `configure(parser)` and `run(args) -> exit code`. Imported when the command is called, not before:
+            `gspace analyze` needs torch alone, others may need the `lab` extra.
+    """
+
+    help: str
+    module: str
+
+
+COMMANDS = {
+    "analyze": Command("find the rescaling symmetry of a model", "gspace.lab.analyze"),
+    "demo": Command("analyze and verify small built-in networks", "gspace.lab.demo"),
+}
+
+
+class CommandError(ValueError):
+    """A command that cannot run as installed; the message fits on one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"gspace: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point: runs the command named in `argv` and returns the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = build_parser(argv[0] if argv else None).parse_args(argv)
+        return int(args.run(args))
+    except Exception as error:  # the last resort: a line instead of a traceback
+        if "--debug" in argv:
+            raise
+        # A ValueError carries a message written for the user; anything else also needs its type.
+        message = " ".join(str(error).split()) if isinstance(error, ValueError) else one_line(error)
+        print(f"gspace: error: {message}", file=sys.stderr)
+        return 2
+
+
+def build_parser(chosen: str | None) -> Parser:
+    """The parser of all commands, with the options of the chosen one."""
+    parser = Parser(prog="gspace", description="Train ReLU networks in the space their function lives in.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        if name == chosen:
+            try:
+                module = importlib.import_module(command.module)
+            except ModuleNotFoundError as error:
+                raise CommandError(f"'gspace {name}' needs {error.name}: pip install 'gspace[lab]'") from error
+            module.configure(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("gspace")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

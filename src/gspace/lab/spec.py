@@ -1,0 +1,140 @@
+"""A model named on the command line: `package.module:callable(arguments)` or `path/to/model.py:callable(arguments)`.
+
+The arguments are Python literals and are read as such, never evaluated: `"model.py:build(width=32, depth=(2, 2))"`.
+"""
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+FORM = "package.module:callable or path/to/model.py:callable, with literal arguments, as in model.py:build(width=32)"
+
+# The shortest source that leaves a name behind the colon: 'C:\\nets\\model.py:build("a:b")' splits before 'build'.
+_SPEC = re.compile(r"(?P<source>.+?):(?P<name>[^\W\d][\w.]*)(?P<call>\(.*\))?", re.DOTALL)
+
+
+class SpecError(ValueError):
+    """A SPEC that names no model; the message fits on one line."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Where a model comes from.
+
+    Attributes:
+        source: A module's dotted name, or the path of a Python file.
+        name: The attribute to call, dotted if nested. A ready `nn.Module` is taken as it is.
+        args: Positional arguments; None if the SPEC has no parentheses.
+        kwargs: Keyword arguments.
+    """
+
+    source: str
+    name: str
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_spec(text: str) -> Spec:
+    """The parts of a SPEC.
+
+    >>> parse_spec("nets/model.py:build(3, width=32)")
+    Spec(source='nets/model.py', name='build', args=(3,), kwargs={'width': 32})
+    """
+    match = _SPEC.fullmatch(text.strip())
+    if match is None:
+        raise SpecError(f"SPEC {text!r} is not of the form {FORM}")
+    source, name, call = match["source"], match["name"], match["call"]
+    if call is None:
+        return Spec(source, name)
+    return Spec(source, name, *_literals(call))
+
+
+def load_model(spec: Spec) -> nn.Module:
+    """Imports `spec.source` and builds the model.
+
+    What the imported code prints goes to stderr, so that the standard output holds the report alone.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        factory = _attribute(_import(spec.source), spec)
+        model = factory if spec.args is None and isinstance(factory, nn.Module) else _call(factory, spec)
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"{spec.source}:{spec.name} gives a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def one_line(error: BaseException) -> str:
+    """The type and the message of an exception, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+
+
+def _literals(call: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    try:
+        node = ast.parse(f"_{call}", mode="eval").body
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            raise SpecError(f"cannot read the arguments {call}: more than one pair of parentheses")
+        kwargs = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg is not None}
+        if len(kwargs) < len(node.keywords):
+            raise SpecError(f"cannot read the arguments {call}: ** is not a literal")
+        return tuple(ast.literal_eval(argument) for argument in node.args), kwargs
+    except SpecError:
+        raise
+    except SyntaxError as error:
+        raise SpecError(f"cannot read the arguments {call}: {error.msg}") from error
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise SpecError(
+            f"cannot read the arguments {call}: only literals are allowed (numbers, strings, ...)"
+        ) from error
+
+
+def _import(source: str) -> ModuleType:
+    """The module `source` names. A file's folder, or the current one, can be imported from, as in `python FILE`."""
+    is_file = source.endswith(".py") or "/" in source or "\\" in source
+    path = Path(source).expanduser()
+    if is_file and not (path.is_file() and path.suffix == ".py"):
+        raise SpecError(f"cannot import {source!r}: no such Python file")
+    folder = str(path.resolve().parent) if is_file else str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return _execute(path) if is_file else importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        raise SpecError(f"cannot import {source!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # the code is the user's and may raise anything
+        raise SpecError(f"cannot import {source!r}: {one_line(error)}") from error
+
+
+def _execute(path: Path) -> ModuleType:
+    # Under a name of its own: a user's `json.py` must not replace the standard library's in sys.modules.
+    found = importlib.util.spec_from_file_location(f"gspace_spec_{path.stem}", path)
+    assert found is not None and found.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def _attribute(module: ModuleType, spec: Spec) -> Any:
+    value: Any = module
+    for part in spec.name.split("."):
+        if not hasattr(value, part):
+            raise SpecError(f"{spec.source!r} has no {spec.name!r}")
+        value = getattr(value, part)
+    return value
+
+
+def _call(factory: Any, spec: Spec) -> Any:
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise SpecError(f"{spec.source}:{spec.name} is a {type(factory).__name__} and builds no model")
+    try:
+        return factory(*(spec.args or ()), **spec.kwargs)
+    except (Exception, SystemExit) as error:  # the factory is the user's and may raise anything
+        raise SpecError(f"{spec.source}:{spec.name} failed: {one_line(error)}") from error

@@ -1,0 +1,112 @@
+"""Is the symmetry exact on this model? Rescale a float64 copy by factors e^N(0,1) and compare its outputs."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gspace import Analysis, random_scales, rescale_
+from gspace.lab.spec import one_line
+
+Shape = tuple[int, ...]
+
+# Rounding of float64 (1e-16) grows with depth and with the spread of the factors; a wrong unit moves the output by
+# more than 1e-3. In between, at 1e-9, lies the line.
+TOLERANCE = 1e-9
+
+BATCH, SIDE = 2, 32  # of guessed inputs: BatchNorm in training mode needs two samples
+
+FIRST_LAYERS: dict[type[nn.Module], Callable[[Any], Shape]] = {
+    nn.Linear: lambda layer: (BATCH, layer.in_features),
+    nn.Conv1d: lambda layer: (BATCH, layer.in_channels, SIDE),
+    nn.Conv2d: lambda layer: (BATCH, layer.in_channels, SIDE, SIDE),
+    nn.Conv3d: lambda layer: (BATCH, layer.in_channels, SIDE, SIDE, SIDE),
+}
+
+
+class InputError(ValueError):
+    """The model and the input do not fit; the message fits on one line."""
+
+
+def largest_changes(
+    model: nn.Module, analysis: Analysis, inputs: tuple[Tensor, ...], generator: torch.Generator
+) -> dict[str, float]:
+    """max |f(x; g_c(w)) − f(x; w)| / max |f(x; w)| over all outputs, in evaluation and in training mode.
+
+    Both runs of a mode start from the same random state, so dropout draws the same mask. The model is left untouched.
+    """
+    original = deepcopy(model).double()
+    scales = random_scales(original, generator, analysis=analysis)
+    rescaled = rescale_(deepcopy(original), scales, analysis=analysis)
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    # Evaluation first: a pass in training mode moves the running statistics.
+    return {
+        mode: _relative_change(_outputs(original, inputs, mode), _outputs(rescaled, inputs, mode), mode)
+        for mode in ("eval", "train")
+    }
+
+
+def guess_shape(model: nn.Module) -> Shape:
+    """The shape of an input, read off the first layer that has parameters."""
+    required = [
+        name
+        for name, p in inspect.signature(model.forward).parameters.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(required) > 1:
+        raise InputError(f"the model takes {len(required)} inputs ({', '.join(required)}): give each an --input-shape")
+    first = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
+    for kind, shape in FIRST_LAYERS.items():
+        if isinstance(first, kind):
+            return shape(first)
+    what = "the model has no parameters" if first is None else f"its first layer is a {type(first).__name__}"
+    raise InputError(f"cannot guess the shape of an input ({what}): give --input-shape, for example 2,3,32,32")
+
+
+def random_inputs(model: nn.Module, shapes: list[Shape], generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Normal inputs of the given shapes, in the dtype and on the device of the model."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    return tuple(torch.randn(shape, generator=generator).to(like) for shape in shapes)
+
+
+def _outputs(model: nn.Module, inputs: tuple[Tensor, ...], mode: str) -> list[Tensor]:
+    model.train(mode == "train")
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            return list(_tensors(model(*inputs)))
+        except Exception as error:  # the forward pass is the user's and may raise anything
+            shapes = " ".join(",".join(map(str, x.shape)) for x in inputs)
+            raise InputError(
+                f"the model does not accept an input of shape {shapes} in {mode} mode, give a fitting --input-shape: "
+                f"{one_line(error)}"
+            ) from error
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in an output, however nested."""
+    match output:
+        case Tensor():
+            if output.is_floating_point() and output.numel():
+                yield output
+        case Mapping():
+            for value in output.values():
+                yield from _tensors(value)
+        case tuple() | list():
+            for value in output:
+                yield from _tensors(value)
+
+
+def _relative_change(before: list[Tensor], after: list[Tensor], mode: str) -> float:
+    if not before:
+        raise InputError(f"the output of the model holds no floating-point number in {mode} mode: nothing to compare")
+    if [y.shape for y in before] != [y.shape for y in after]:
+        raise InputError(f"the shape of the output depends on the values in {mode} mode: nothing to compare")
+    if not all(bool(y.isfinite().all()) for y in before):
+        raise InputError(f"the output of the model is not finite in {mode} mode: nothing to compare")
+    size = max(float(y.abs().max()) for y in before)
+    change = max(float((x - y).abs().max()) for x, y in zip(before, after, strict=True))
+    return change / size if size else (float("inf") if change else 0.0)
