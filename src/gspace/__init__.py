@@ -1,0 +1,23 @@
+"""gspace: train and study ReLU networks modulo their rescaling symmetry."""
+
+from gspace.equivalence import Equivalence, are_equivalent
+from gspace.graph import Analysis, Edges, Pin, UnitGroup, analyze
+from gspace.scaling import Scales, balance_, random_scales, rescale_
+from gspace.trace import TraceError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Analysis",
+    "Edges",
+    "Equivalence",
+    "Pin",
+    "Scales",
+    "TraceError",
+    "UnitGroup",
+    "analyze",
+    "are_equivalent",
+    "balance_",
+    "random_scales",
+    "rescale_",
+]

@@ -1,0 +1,269 @@
+"""Rules for operations that move, cut or join entries of an activation without changing them.
+
+Most apply the operation itself to the ids. Without an example input some sizes are unknown (`None`): a rule that would
+need one pins its input and asks for `example_input`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspace.spaces import Activation, Buffer, Parts, Size, Sizes, Walk, Weight, along, compress, grounded
+
+UNKNOWN_SIZE = "its sizes are not known in a symbolic trace; pass example_input to release these units"
+_BATCH = 3  # stands for an unknown batch size while ids are reshaped; a view that splits the batch then shows
+
+
+def _flat(sizes: Sequence[Any]) -> list[Any]:
+    """Both `view(a, b)` and `view((a, b))`."""
+    return list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else list(sizes)
+
+
+def _lost(walk: Walk, x: Activation, reason: str, shape: Sizes | None = None) -> Activation:
+    walk.pin(x, reason)
+    return grounded(shape)
+
+
+def reshape(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation:
+    """view, reshape: ids are laid out over the full activation, reshaped, and compressed again."""
+    target = _flat(sizes or tuple(kwargs.values()))
+    if x.ids is None or x.shape is None:
+        return grounded([s if isinstance(s, int) and s >= 0 else None for s in target])
+    keeps_batch = bool(target) and (target[0] == Size(batch=True) or (x.shape[0] is not None and target[0] == x.shape[0]))
+    rest_unknown = None in x.shape[1:] or x.spread
+    if keeps_batch and len(target) == 2 and (rest_unknown or None in x.shape[1:]):
+        return flatten(walk, x, 1)
+    if rest_unknown or any(isinstance(s, Size) for s in target[1:]) or not all(isinstance(s, (int, Size)) for s in target):
+        return _lost(walk, x, UNKNOWN_SIZE, tuple(s if isinstance(s, int) and s >= 0 else None for s in target))
+    batch = x.shape[0] or _BATCH
+    full = x.ids.expand(batch, *x.shape[1:])  # type: ignore[arg-type]
+    try:
+        ids = full.reshape([batch if isinstance(s, Size) else s for s in target])
+    except RuntimeError:
+        return _lost(walk, x, UNKNOWN_SIZE)
+    shape: Sizes = tuple(ids.shape)
+    if x.shape[0] is None:
+        if not shape or shape[0] != batch or any(isinstance(s, int) and s == batch for s in target[:1]):
+            return _lost(walk, x, UNKNOWN_SIZE)
+        shape = (None, *shape[1:])
+    return Activation(compress(ids), shape)
+
+
+def flatten(walk: Walk, x: Activation, start_dim: int = 0, end_dim: int = -1) -> Activation:
+    if x.ids is None or x.shape is None:
+        return Activation()
+    rank = len(x.shape)
+    start, end = start_dim % rank, end_dim % rank
+    merged = x.shape[start : end + 1]
+    if start == end:
+        return x
+    if None not in merged and not x.spread:
+        ids = x.ids.expand([*x.ids.shape[:start], *merged, *x.ids.shape[end + 1 :]]).flatten(start, end)  # type: ignore[misc]
+        return Activation(compress(ids), (*x.shape[:start], math.prod(merged), *x.shape[end + 1 :]))  # type: ignore[arg-type]
+    inner = x.ids.shape[start + 1 : end + 1]
+    outer = x.ids.shape[:start]
+    if end == rank - 1 and math.prod(inner) == 1 and math.prod(outer) == 1 and not x.spread:
+        return Activation(x.ids.reshape(*outer, -1), (*x.shape[:start], None), spread=True)
+    return _lost(walk, x, UNKNOWN_SIZE, (*x.shape[:start], None, *x.shape[end + 1 :]))
+
+
+def rearrange(operation: Callable[..., Tensor]) -> Callable[..., Activation]:
+    """permute, transpose, movedim …: the operation applied to the ids and, through a probe, to the sizes."""
+
+    def rule(walk: Walk, x: Activation, *args: Any, **kwargs: Any) -> Activation:
+        if isinstance(x, Weight):
+            return x
+        if x.ids is None or x.shape is None:
+            return Activation()
+        probe = torch.empty([i + 2 for i in range(len(x.shape))], device="meta")
+        try:
+            moved = operation(probe, *args, **kwargs)
+            ids = operation(x.ids, *args, **kwargs)
+        except (RuntimeError, IndexError, TypeError):
+            return _lost(walk, x, UNKNOWN_SIZE)
+        if x.spread and moved.shape[-1:] != probe.shape[-1:]:
+            return _lost(walk, x, UNKNOWN_SIZE)
+        return Activation(ids.contiguous(), tuple(x.shape[s - 2] if s > 1 else 1 for s in moved.shape), x.spread)
+
+    return rule
+
+
+def transpose(walk: Walk, x: Activation | Weight, *args: Any, **kwargs: Any) -> Activation | Weight:
+    """Also follows a two-dimensional parameter: `F.linear(h, w.t())` uses it the other way round."""
+    if isinstance(x, Weight):
+        if len(x.shape) == 2:
+            return Weight(x.name, x.shape[::-1], not x.swap)
+        walk.misuse(x, "transposed")
+        return grounded(x.shape)
+    return rearrange(torch.transpose if args or kwargs else torch.t)(walk, x, *args, **kwargs)
+
+
+def squeeze(walk: Walk, x: Activation, *dims: Any, **kwargs: Any) -> Activation:
+    dims = tuple(_flat(dims or tuple(kwargs.values())))
+    if x.ids is None or x.shape is None:
+        return Activation()
+    wanted = {d % len(x.shape) for d in dims} if dims else set(range(len(x.shape)))
+    if any(x.shape[d] is None for d in wanted) or x.spread:
+        return _lost(walk, x, UNKNOWN_SIZE)
+    kept = [d for d in range(len(x.shape)) if d not in wanted or x.shape[d] != 1]
+    return Activation(x.ids.reshape([x.ids.shape[d] for d in kept]), tuple(x.shape[d] for d in kept))
+
+
+def expand(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation:
+    target = _flat(sizes or tuple(kwargs.values()))
+    if x.ids is None or x.shape is None or x.spread:
+        return _lost(walk, x, UNKNOWN_SIZE)
+    lead = len(target) - len(x.shape)
+    old: Sizes = (1,) * lead + x.shape
+    shape = tuple(o if t == -1 else (t if isinstance(t, int) else None) for t, o in zip(target, old, strict=True))
+    return Activation(x.ids.reshape([1] * lead + list(x.ids.shape)), shape)
+
+
+def index(walk: Walk, x: Any, key: Any) -> Any:
+    """`x[key]` of a tuple, a shape, a split or an activation."""
+    if isinstance(x, Parts):
+        return x.part
+    if isinstance(x, (tuple, list, dict)):
+        return x[key]
+    if isinstance(x, (Weight, Buffer)):
+        walk.misuse(x, "indexed")
+        return Activation()
+    if not isinstance(x, Activation) or x.ids is None or x.shape is None:
+        return Activation()
+    keys = list(key) if isinstance(key, tuple) else [key]
+    plain = all(k is None or k is Ellipsis or isinstance(k, (int, slice)) for k in keys)
+    if not plain or x.spread or any(isinstance(b, Size) for k in keys if isinstance(k, slice) for b in (k.start, k.stop)):
+        return _lost(walk, x, "indexed by a tensor" if not plain else UNKNOWN_SIZE)
+    if Ellipsis not in keys:
+        keys.append(Ellipsis)
+    at = keys.index(Ellipsis)
+    used = sum(k is not None and k is not Ellipsis for k in keys)
+    keys[at : at + 1] = [slice(None)] * (len(x.shape) - used)
+    ids_key: list[Any] = []
+    shape: list[int | None] = []
+    dim = 0
+    for k in keys:
+        if k is None:
+            ids_key.append(None)
+            shape.append(1)
+            continue
+        size, constant = x.shape[dim], x.ids.shape[dim] == 1
+        if isinstance(k, int):
+            ids_key.append(0 if constant else k)
+        else:
+            ids_key.append(slice(None) if constant else k)
+            shape.append(None if size is None and k != slice(None) else size if size is None else len(range(size)[k]))
+        dim += 1
+    try:
+        return Activation(x.ids[tuple(ids_key)].clone(), tuple(shape))
+    except IndexError:
+        return _lost(walk, x, UNKNOWN_SIZE)
+
+
+def cut(walk: Walk, x: Any, dim: int, key: Any) -> Any:
+    """`x[key]` along one dimension: select, narrow and aten's slice."""
+    if not isinstance(x, Activation) or x.shape is None:
+        return index(walk, x, key)
+    return index(walk, x, (slice(None),) * (dim % len(x.shape)) + (key,))
+
+
+def select(walk: Walk, x: Any, dim: int, at: int) -> Any:
+    return cut(walk, x, dim, at)
+
+
+def narrow(walk: Walk, x: Any, dim: int, start: int, length: int) -> Any:
+    return cut(walk, x, dim, slice(start, start + length))
+
+
+def slice_(walk: Walk, x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    return cut(walk, x, dim, slice(start, end, step))
+
+
+def split(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """split, chunk: the ids are cut where they change along `dim`; along any other dimension every part is alike."""
+
+    def rule(walk: Walk, x: Activation, sections: Any, dim: int = 0) -> Any:
+        if x.ids is None or x.shape is None:
+            return Parts(Activation())
+        dim %= len(x.shape)
+        if x.spread:
+            return Parts(_lost(walk, x, UNKNOWN_SIZE))
+        if x.ids.shape[dim] == 1:
+            return Parts(Activation(x.ids, tuple(None if d == dim else s for d, s in enumerate(x.shape))))
+        try:
+            parts = operation(x.ids, sections, dim)
+        except (RuntimeError, TypeError):
+            return Parts(_lost(walk, x, UNKNOWN_SIZE))
+        shapes = [tuple(p.shape[d] if d == dim else s for d, s in enumerate(x.shape)) for p in parts]
+        return tuple(Activation(p, shape) for p, shape in zip(parts, shapes, strict=True))
+
+    return rule
+
+
+def unbind(walk: Walk, x: Activation, dim: int = 0) -> Any:
+    if x.ids is None or x.shape is None:
+        return Parts(Activation())
+    if x.ids.shape[dim] == 1:
+        return Parts(select(walk, x, dim, 0))
+    return tuple(select(walk, x, dim, at) for at in range(x.ids.shape[dim]))
+
+
+def cat(walk: Walk, values: Sequence[Any], dim: int = 0, **kwargs: Any) -> Activation:
+    """Ids are joined along the dimension that holds the units; along any other the spaces are tied."""
+    dim = kwargs.get("axis", dim)
+    xs = [grounded(v.shape) if isinstance(v, (Weight, Buffer)) else v for v in values]
+    for v in values:
+        if isinstance(v, Weight):
+            walk.misuse(v, "concatenated with an activation")
+    xs = [x for x in xs if isinstance(x, Activation)]
+    if any(x.ids is None or x.shape is None or x.spread for x in xs):
+        walk.pin(xs, f"joined with a value whose size is not known; {UNKNOWN_SIZE.split('; ')[1]}")
+        return Activation()
+    rank = len(xs[0].shape)  # type: ignore[arg-type]
+    if any(len(x.shape) != rank for x in xs):  # type: ignore[arg-type]
+        walk.pin(xs, "joined with a value of another rank")
+        return Activation()
+    dim %= rank
+    sizes = [x.shape[dim] for x in xs]  # type: ignore[index]
+    shape = list(xs[0].shape)  # type: ignore[arg-type]
+    shape[dim] = None if None in sizes else sum(s for s in sizes if s is not None)
+    ids = [x.ids for x in xs if x.ids is not None]
+    joins = any(i.shape[dim] > 1 for i in ids) or all(i.numel() == 1 for i in ids)
+    if joins and None not in sizes:
+        others = torch.broadcast_shapes(*[[1 if d == dim else n for d, n in enumerate(i.shape)] for i in ids])
+        laid = [i.expand([s if d == dim else n for d, n in enumerate(others)]) for i, s in zip(ids, sizes, strict=True)]
+        return Activation(compress(torch.cat(laid, dim)), tuple(shape))
+    if joins and any(i.shape[dim] > 1 for i in ids):
+        walk.pin(xs, UNKNOWN_SIZE)
+        return grounded(shape)
+    for other in ids[1:]:
+        walk.tie(ids[0], other)
+    wide = max(ids, key=lambda i: i.numel())
+    return Activation(wide, tuple(shape))
+
+
+def stack(walk: Walk, values: Sequence[Any], dim: int = 0) -> Activation:
+    lifted = [rearrange(torch.unsqueeze)(walk, v, dim) if isinstance(v, Activation) else v for v in values]
+    return cat(walk, lifted, dim)
+
+
+def pad(walk: Walk, x: Activation, pads: Sequence[Any], mode: str = "constant", value: float | None = None) -> Activation:
+    """Zeros and mirrored entries keep the space; a constant ≠ 0 has a scale of its own. Zero channels take any scale."""
+    if x.ids is None or x.shape is None:
+        return Activation()
+    if mode == "constant" and value not in (None, 0):
+        return _lost(walk, x, f"padded with the constant {value}", x.shape)
+    ids, shape = x.ids, list(x.shape)
+    for step, (low, high) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
+        d = len(shape) - 1 - step
+        size = shape[d]
+        shape[d] = None if size is None or not isinstance(low, int) or not isinstance(high, int) else size + low + high
+        if (low, high) == (0, 0) or (ids.shape[d] == 1 and size != 1 and not x.spread):
+            continue
+        if mode != "constant" or x.spread or size is None or low < 0 or high < 0 or ids.numel() != ids.shape[d]:
+            return _lost(walk, x, "padded along the dimension that holds these units", tuple(shape))
+        ids = along(torch.cat([walk.fresh(low), ids.reshape(-1).expand(size), walk.fresh(high)]), ids.dim(), d)
+    return Activation(ids, tuple(shape), x.spread)

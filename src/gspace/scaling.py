@@ -1,0 +1,145 @@
+"""The positive scaling group 𝒢 (Sec. 3.1 of the paper): g_c multiplies weight w by c[head]/c[tail].
+
+    v · relu(u · x) = (v/c) · relu(c · u · x)   for every hidden unit and every c > 0.
+
+Everything acts in place under `no_grad` and keeps Parameter objects, so optimizer state stays valid; biases, BatchNorm's
+γ, β and running statistics are scaled along. Units absorbed by a BatchNorm (rows before it) are left at 1 unless asked
+for: scaling them is exact only as ε → 0.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gspace.balance import balanced_log_scales
+from gspace.graph import Analysis, analyze
+
+
+@dataclass(frozen=True)
+class Scales:
+    """An element of 𝒢: one positive factor per unit, exact units first, then absorbed ones.
+
+    >>> a, b = Scales(torch.tensor([2.0, 4.0])), Scales(torch.tensor([0.5, 3.0]))
+    >>> (a @ b).values
+    tensor([ 1., 12.], dtype=torch.float64)
+    >>> bool(((a @ a.inverse()).values == Scales.identity(2).values).all())
+    True
+    """
+
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        values = torch.as_tensor(self.values, dtype=torch.float64).detach()
+        if values.dim() != 1:
+            raise ValueError(f"scales must be one value per unit, got a tensor of shape {tuple(values.shape)}")
+        bad = ~(values.isfinite() & (values > 0))
+        if bool(bad.any()):
+            u = int(bad.nonzero()[0])
+            raise ValueError(f"scales must be positive and finite; that of unit {u + 1} is {float(values[u])}")
+        object.__setattr__(self, "values", values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __matmul__(self, other: "Scales") -> "Scales":
+        """g_a ∘ g_b = g_(a·b)."""
+        if len(self) != len(other):
+            raise ValueError(f"cannot compose scales of {len(self)} and of {len(other)} units")
+        return Scales(self.values * other.values)
+
+    def inverse(self) -> "Scales":
+        return Scales(1 / self.values)
+
+    def log(self) -> Tensor:
+        return self.values.log()
+
+    @staticmethod
+    def identity(units: int) -> "Scales":
+        return Scales(torch.ones(units, dtype=torch.float64))
+
+
+def _analysis(model: nn.Module, analysis: Analysis | None, options: dict[str, Any]) -> Analysis:
+    if analysis is not None and options:
+        raise ValueError(f"pass either analysis= or {', '.join(options)}=, not both")
+    return analysis if analysis is not None else analyze(model, **options)
+
+
+def random_scales(
+    model: nn.Module,
+    generator: torch.Generator | None = None,
+    *,
+    std: float = 1.0,
+    absorbed: bool = False,
+    analysis: Analysis | None = None,
+    **options: Any,
+) -> Scales:
+    """Scales e^N(0, std²), independent for every unit; absorbed units stay at 1 unless `absorbed`."""
+    found = _analysis(model, analysis, options)
+    log = std * torch.randn(found.H + found.H_absorbed, generator=generator, dtype=torch.float64)
+    if not absorbed:
+        log[found.H :] = 0
+    return Scales(log.exp())
+
+
+def rescale_(model: nn.Module, scales: Scales | Tensor, *, analysis: Analysis | None = None, **options: Any) -> nn.Module:
+    """Applies g_c to `model` in place; its function does not change.
+
+    Args:
+        model: The model, or any with parameters of the same names.
+        scales: H factors, or H + H_absorbed to scale the rows before BatchNorm too.
+        analysis: The result of `analyze(model)`, to save tracing again.
+        options: `example_input`, `residual`, `pin` for `analyze`.
+
+    Raises:
+        ValueError: Scales that are not positive and finite, of the wrong number, or that would overflow or flush a
+            weight to zero in its dtype. Nothing has been touched then.
+    """
+    found = _analysis(model, analysis, options)
+    scales = scales if isinstance(scales, Scales) else Scales(scales)
+    if len(scales) not in (found.H, found.H + found.H_absorbed):
+        also = f" or {found.H + found.H_absorbed} (with absorbed rows)" if found.H_absorbed else ""
+        raise ValueError(f"the model has {found.H}{also} units to scale, got {len(scales)} scales")
+    c = torch.ones(1 + found.H + found.H_absorbed, dtype=torch.float64)
+    c[1 : 1 + len(scales)] = scales.values
+    _apply(model, found, c)
+    return model
+
+
+def _apply(model: nn.Module, analysis: Analysis, c: Tensor) -> None:
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    changes: list[tuple[Tensor, Tensor]] = []
+    for e in analysis.edges:
+        view = e.view(parameters[e.name].detach())
+        factor = (c[e.head][:, :, None] / c[e.tail][:, None, :]).reshape(*view.shape[:1], e.head.shape[1], e.tail.shape[1])
+        if bool((factor != 1).any()):
+            changes.append((view, factor.reshape(*factor.shape, *[1] * (view.dim() - 3)).to(view.device)))
+    for s in analysis.statistics:
+        factor = c[s.unit] ** s.power
+        if bool((factor != 1).any()):
+            changes.append((buffers[s.name], factor.to(buffers[s.name].device)))
+    for view, factor in changes:
+        largest = (view.abs() * factor).amax() if view.numel() else torch.zeros(())
+        smallest = torch.where(view == 0, torch.inf, view.abs() * factor).amin() if view.numel() else torch.ones(())
+        limits = torch.finfo(view.dtype)
+        if not bool(largest <= limits.max) or bool(smallest < limits.tiny * limits.eps):
+            raise ValueError(f"these scales take a weight out of the range of {view.dtype} (largest would be {float(largest):.3g})")
+    with torch.no_grad():
+        for view, factor in changes:
+            view.copy_(view * factor)
+
+
+def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | None = None, **options: Any) -> Scales:
+    """Moves `model` to the representative of its orbit with ‖incoming‖ = ‖outgoing‖ at every unit; returns the scales.
+
+    It is unique where every unit lies on a path of non-zero weights from ground to ground; other units keep their
+    scale (`gspace.balance`). The function does not change.
+    """
+    found = _analysis(model, analysis, options)
+    n = 1 + found.H + found.H_absorbed
+    fixed = torch.arange(n) > found.H if not absorbed else None
+    log = balanced_log_scales(found.edges, dict(model.named_parameters()), n, fixed).cpu()
+    scales = Scales(log[1:].exp())
+    _apply(model, found, log.exp())
+    return scales

@@ -1,0 +1,214 @@
+"""Model → graph of operations: `torch.fx` where it can follow the forward pass, `torch.export` where it cannot.
+
+Both front ends end in an `fx.Graph` whose nodes are calls of torch functions, tensor methods or leaf modules; the
+rules of `operations.py` read either. A model is traced in training and in evaluation mode, because a branch on
+`self.training` may hide a layer that shares a unit with the rest.
+"""
+
+import inspect
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+class TraceError(ValueError):
+    """The forward pass of a model could not be followed; the message names the line and the way out."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One graph of a model's forward pass.
+
+    Attributes:
+        graph: The operations in topological order.
+        module: Resolves the targets of `call_module` and `get_attr` nodes.
+        tensors: Parameters and buffers that `torch.export` lifted to placeholders, by node name.
+    """
+
+    graph: fx.Graph
+    module: nn.Module
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module behind `torch.compile`, `DataParallel`, `DistributedDataParallel` and `AveragedModel`."""
+    wrappers = {
+        "OptimizedModule": "_orig_mod",
+        "DataParallel": "module",
+        "DistributedDataParallel": "module",
+        "AveragedModel": "module",
+    }
+    while type(model).__name__ in wrappers and type(model).__module__.startswith("torch."):
+        model = getattr(model, wrappers[type(model).__name__])
+    return model
+
+
+def trace(model: nn.Module, example_input: Inputs | None = None) -> list[Traced]:
+    """The graphs of `model` in training and evaluation mode; one if they are the same."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise TraceError(f"parameter {lazy[0]!r} has no shape yet (lazy module): run one batch through the model first")
+    model = unwrap(model)
+    traced: list[Traced] = []
+    seen: set[tuple[str, ...]] = set()
+    for training in (True, False):
+        with _mode(model, training):
+            one = _trace_once(model, example_input)
+        signature = tuple(f"{n.op} {n.target} {n.args} {n.kwargs}" for n in one.graph.nodes)
+        # Dropout and BatchNorm carry the mode as an argument in exported graphs: what differs is harmless.
+        if signature not in seen:
+            seen.add(signature)
+            traced.append(one)
+    return traced
+
+
+def _trace_once(model: nn.Module, example_input: Inputs | None) -> Traced:
+    args, kwargs = _arguments(example_input)
+    try:
+        traced = _symbolic(model, example_input)
+    except Exception as error:  # noqa: BLE001 - user code runs inside the tracer and may raise anything
+        if example_input is None:
+            raise TraceError(
+                f"cannot follow {_where(error)}: {_first_line(error)}\n"
+                "Symbolic tracing sees no values. Pass example_input= (a batch the model accepts) to trace with real shapes."
+            ) from error
+        return _exported(model, args, kwargs)
+    if example_input is not None:
+        _propagate_shapes(traced, args, kwargs)
+    return traced
+
+
+def _arguments(example_input: Inputs | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    match example_input:
+        case None:
+            return (), {}
+        case Tensor():
+            return (example_input,), {}
+        case Mapping():
+            return (), dict(example_input)
+        case tuple() | list():
+            return tuple(example_input), {}
+    raise TypeError(f"example_input must be a Tensor, a tuple or a dict of inputs, got {type(example_input).__name__}")
+
+
+class _Shell(nn.Module):
+    """Calls `model` with as many inputs as it requires, so that defaults, *args and root modules need no special case."""
+
+    def __init__(self, model: nn.Module, keys: list[Any], by_name: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.keys = keys
+        self.by_name = by_name
+
+    def forward(self, inputs: Any) -> Any:
+        if self.by_name:
+            return self.model(**{key: inputs[key] for key in self.keys})
+        return self.model(*[inputs[key] for key in self.keys])
+
+
+def _symbolic(model: nn.Module, example_input: Inputs | None) -> Traced:
+    args, kwargs = _arguments(example_input)
+    if example_input is None:
+        required = [
+            p
+            for p in inspect.signature(model.forward).parameters.values()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        keys: list[Any] = list(range(max(len(required), 1)))
+    else:
+        keys = list(kwargs) or list(range(len(args)))
+    shell = _Shell(model, keys, by_name=bool(kwargs))
+    return Traced(_Tracer().trace(shell), shell)
+
+
+class _Tracer(fx.Tracer):
+    """Stops at torch's own layers, looks through containers, wrappers and user modules."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+        return type(m).__module__.startswith(("torch.nn", "torch.ao")) and not isinstance(m, containers)
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = unwrap(m)
+        return super().call_module(inner, forward if inner is m else inner.__call__, args, kwargs)
+
+
+def _propagate_shapes(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Writes `node.meta["val"]` by running the graph on the meta device: no memory, no arithmetic, no side effect."""
+
+    def meta(x: Any) -> Any:
+        return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
+
+    class Run(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            n.meta["val"] = result
+            return result
+
+    class Body(nn.Module):
+        def __init__(self, body: fx.GraphModule) -> None:
+            super().__init__()
+            self.body = body
+
+        def forward(self, inputs: Any) -> Any:
+            return Run(self.body).run(inputs)
+
+    body = Body(fx.GraphModule(traced.module, traced.graph))
+    state = {name: meta(x) for name, x in [*body.named_parameters(), *body.named_buffers()]}
+    inputs: Any = {k: meta(x) for k, x in kwargs.items()} if kwargs else tuple(meta(x) for x in args)
+    try:
+        with torch.no_grad():
+            torch.func.functional_call(body, state, (inputs,), tie_weights=True)
+    except Exception as error:
+        raise TraceError(f"the model does not accept this example_input: {_first_line(error)}") from error
+
+
+def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    try:
+        program = torch.export.export(model, args, kwargs, strict=False)
+    except Exception as error:
+        raise TraceError(
+            f"cannot follow {_where(error)}: {_first_line(error)}\n"
+            "Neither symbolic tracing nor torch.export can: take the data-dependent branch out of forward, "
+            "or analyze the parts of the model one by one."
+        ) from error
+    state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    signature = program.graph_signature
+    lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    return Traced(program.graph, program.graph_module, {node: state[name] for node, name in lifted.items() if name in state})
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    before = {m: m.training for m in model.modules()}
+    try:
+        # Set flags directly: `train()` may be overridden to do work.
+        for m in before:
+            m.training = training
+        yield
+    finally:
+        for m, flag in before.items():
+            m.training = flag
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of user code in the traceback of `error`."""
+    ours = (torch.__path__[0], __file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    if not frames:
+        return "the forward pass"
+    return f"{frames[-1].filename}:{frames[-1].lineno}, `{frames[-1].line}`"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"

@@ -1,0 +1,169 @@
+"""Graph of operations → uses of parameters, ties and pins: one pass in topological order, one rule per node."""
+
+import builtins
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from gspace.operations import FUNCTIONS, INPLACE, MODULES, Rule, flatten_arguments, linear, opaque
+from gspace.spaces import Activation, Buffer, Walk, Weight, grounded
+from gspace.trace import Traced
+
+_NAMESPACES = (torch, F, operator, builtins, torch.special)
+
+
+def canonical(target: Any) -> str:
+    """Name of the operation behind a call: `F.relu`, `torch.relu`, `x.relu_()` and `aten.relu.default` are "relu"."""
+    if target is F.batch_norm:  # its arguments come in another order than torch's own
+        return "functional_batch_norm"
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.split("::")[1]
+    elif isinstance(target, str):
+        name = target
+    else:
+        name = getattr(target, "__name__", str(target))
+        if not any(getattr(space, name, None) is target for space in _NAMESPACES):
+            return f"{getattr(target, '__module__', '')}.{name}"
+    base = name.removesuffix("_")
+    return base if base in INPLACE else name
+
+
+class Walker:
+    """Walks traced graphs and fills a `Walk`.
+
+    Args:
+        names: Names of parameters and buffers by `id` of the tensor.
+        hooked: Modules whose forward hooks may read or change anything inside them, with the reason.
+        pin: Modules whose output units are pinned.
+    """
+
+    def __init__(self, walk: Walk, names: Mapping[int, str], hooked: Mapping[str, str], pin: Collection[str]) -> None:
+        self.walk, self.names, self.hooked, self.pin = walk, names, hooked, pin
+
+    def run(self, traced: Traced) -> None:
+        values: dict[fx.Node, Any] = {}
+        for node in traced.graph.nodes:
+            stack = self._stack(node)
+            result = self._settle(node, self._call(node, traced, values, stack))
+            for name in stack:
+                if name in self.pin and any(name not in self._stack(user) for user in node.users):
+                    self.walk.at("pin", node, name)
+                    self.walk.pin([v for v in flatten_arguments(result) if isinstance(v, Activation)], "named in pin=")
+            values[node] = result
+
+    def _stack(self, node: fx.Node) -> list[str]:
+        """Names of the modules a node lies in, outermost first; a symbolic trace puts them behind "model."."""
+        paths = [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
+        if node.op == "call_module" and str(node.target) not in paths:
+            paths.append(str(node.target))
+        return [path.removeprefix("model").removeprefix(".") if path.split(".")[0] == "model" else path for path in paths]
+
+    def _tensor(self, tensor: Any) -> Any:
+        """A tensor that a module holds, as an abstract value."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        name = self.names.get(id(tensor))
+        if name is None:
+            return grounded(tensor.shape)
+        return (Weight if isinstance(tensor, nn.Parameter) else Buffer)(name, tuple(tensor.shape))
+
+    def _call(self, node: fx.Node, traced: Traced, values: dict[fx.Node, Any], stack: list[str]) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+        if node.op == "placeholder":
+            return self._tensor(traced.tensors[node.name]) if node.name in traced.tensors else Activation()
+        if node.op == "get_attr":
+            owner, _, name = str(node.target).rpartition(".")
+            return self._tensor(getattr(traced.module.get_submodule(owner), name))
+        if node.op == "output":
+            self.walk.at("output", node, "output")
+            return opaque(self.walk, *args, reason="the output of the model")
+        hook = next((self.hooked[name] for name in stack if name in self.hooked), None)
+        module = traced.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if module is not None:
+            return self._module(node, module, args, kwargs, stack, hook)
+        name = canonical(node.target)
+        self.walk.at(name, node, stack[-1] if stack else "")
+        leaves = flatten_arguments([args, kwargs])
+        if hook is not None:
+            return opaque(self.walk, *args, reason=hook, **_renamed(kwargs))
+        if not any(isinstance(leaf, (Activation, Weight, Buffer)) or not _plain(leaf) for leaf in leaves):
+            return _evaluate(node, args, kwargs)
+        return self._apply(FUNCTIONS.get(name), args, kwargs)
+
+    def _module(self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any, stack: list[str], hook: str | None) -> Any:
+        operation, arguments = MODULES.get(type(module), (type(module).__name__, None))
+        self.walk.at(operation, node, stack[-1])
+        if parametrize.is_parametrized(module):
+            hook = "its parameters are computed from others (parametrized)"
+        if arguments is None or hook is not None:
+            return self._opaque_module(module, args, kwargs, hook)
+        held = {name: self._tensor(value) for name, value in arguments(module).items()}
+        return self._apply(FUNCTIONS[operation], args, {**kwargs, **held})
+
+    def _apply(self, rule: Rule | None, args: Any, kwargs: Any) -> Any:
+        if rule is None:
+            return opaque(self.walk, *args, **_renamed(kwargs))
+        try:
+            return rule(self.walk, *args, **{("x" if k == "input" else k): v for k, v in kwargs.items()})
+        except (TypeError, AttributeError, IndexError, KeyError):  # a call the rule was not written for: never guess
+            return opaque(self.walk, *args, reason="called in a way no rule is known for", **_renamed(kwargs))
+
+    def _opaque_module(self, module: nn.Module, args: Any, kwargs: Any, hook: str | None) -> Activation:
+        """A leaf without a rule: everything it holds is pinned, but for the hidden units of a ReLU feed-forward."""
+        inside = [self._tensor(t) for t in (*module.parameters(), *module.buffers())]
+        free: set[str] = set()
+        for m in module.modules() if hook is None else ():
+            if type(m) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer) and _is_relu(m.activation):
+                weights = [self._tensor(p) for p in (m.linear1.weight, m.linear1.bias, m.linear2.weight, m.linear2.bias)]
+                hidden = linear(self.walk, Activation(), weights[0], weights[1])
+                self.walk.pin(linear(self.walk, hidden, weights[2], weights[3]), "inside a Transformer layer")
+                free |= {w.name for w in weights if isinstance(w, Weight)}
+        rest = [t for t in inside if not (isinstance(t, Weight) and t.name in free)]
+        return opaque(self.walk, *args, *rest, reason=hook or "no rule is known for it", **_renamed(kwargs))
+
+    def _settle(self, node: fx.Node, result: Any) -> Any:
+        """Fills in the sizes a trace with real inputs knows; a space that contradicts them is pinned."""
+        val = node.meta.get("val")
+        if isinstance(result, (tuple, list)) and isinstance(val, (tuple, list)) and len(val) == len(result):
+            return type(result)(self._settle_one(r, v) for r, v in zip(result, val, strict=True))
+        return self._settle_one(result, val)
+
+    def _settle_one(self, result: Any, val: Any) -> Any:
+        if not isinstance(result, Activation) or not isinstance(val, Tensor):
+            return result
+        shape = tuple(val.shape)
+        ids = result.ids
+        if ids is None:
+            return grounded(shape)
+        if result.spread and len(shape) == ids.dim() and shape[-1] % ids.shape[-1] == 0:
+            ids = ids.repeat_interleave(shape[-1] // ids.shape[-1], -1)
+        if len(shape) != ids.dim() or any(i not in (1, s) for i, s in zip(ids.shape, shape, strict=True)):
+            self.walk.pin(result, f"its space was followed as {tuple(ids.shape)} but the activation is {shape}")
+            return grounded(shape)
+        return replace(result, ids=ids, shape=shape, spread=False)
+
+
+def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of the user's call must not collide with those of `opaque`."""
+    return {f"_{name}": value for name, value in kwargs.items()}
+
+
+def _plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device, type(Ellipsis)))
+
+
+def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Arithmetic on plain numbers (sizes); anything else made of constants is ground."""
+    if getattr(operator, getattr(node.target, "__name__", ""), None) is node.target:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    return Activation()
+
+
+def _is_relu(activation: Any) -> bool:
+    return activation in (F.relu, torch.relu) or type(activation) is nn.ReLU
