@@ -1,0 +1,177 @@
+"""Readers of the file formats in which the data sets lie on disk.
+
+A reader takes a folder and returns the four arrays (`x_train, y_train, x_test, y_test`, images `(N, height, width)` or
+`(N, height, width, 3)`, labels `(N,)`) with the file each came from, or None if its files are not there. A file that is
+there but cannot be read whole ends in a `DataError` that names it.
+"""
+
+import codecs
+import gzip
+import hashlib
+import io
+import pickle
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspace.lab.errors import DataError
+
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Arrays as stored, and the file (or folder) each was read from, for error messages."""
+
+    arrays: Mapping[str, Array]
+    source: Mapping[str, Path]
+
+
+def read_npz(root: Path, *, file: str) -> Raw | None:
+    """One `.npz` archive with the four arrays."""
+    path = root / file
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            missing = [key for key in KEYS if key not in archive.files]
+            if missing:
+                raise DataError(f"{path} has no array {missing[0]!r}: it holds {', '.join(archive.files) or 'nothing'}")
+            arrays = {key: archive[key] for key in KEYS}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} is damaged: {one_line(error)}") from error
+    return Raw(arrays, dict.fromkeys(KEYS, path))
+
+
+IDX_FILES = {
+    "x_train": "train-images-idx3-ubyte",
+    "y_train": "train-labels-idx1-ubyte",
+    "x_test": "t10k-images-idx3-ubyte",
+    "y_test": "t10k-labels-idx1-ubyte",
+}
+
+
+def read_idx(root: Path, *, folder: str) -> Raw | None:
+    """The four IDX files of the MNIST family, plain or gzipped; the plain one is read where both are there."""
+    candidates = {key: [root / folder / name, root / folder / f"{name}.gz"] for key, name in IDX_FILES.items()}
+    paths = {key: next((p for p in both if p.is_file()), None) for key, both in candidates.items()}
+    if not any(paths.values()):
+        return None
+    found: dict[str, Path] = {}
+    for key, path in paths.items():
+        if path is None:
+            raise DataError(
+                f"{candidates[key][0]} is missing (nor is there a .gz), but other files of its set are there"
+            )
+        found[key] = path
+    return Raw({key: parse_idx(_bytes(path), path) for key, path in found.items()}, found)
+
+
+def parse_idx(content: bytes, path: Path) -> Array:
+    """An IDX file: two zero bytes, type 8 (uint8), number of dimensions, each as big-endian uint32, then the values."""
+    dimensions = content[3] if content[:3] == b"\x00\x00\x08" and len(content) > 3 else 0
+    start = 4 + 4 * dimensions
+    if dimensions == 0 or len(content) < start:
+        raise DataError(f"{path} is not an IDX file of bytes: it begins with {content[:4].hex(' ') or 'nothing'}")
+    shape = tuple(int(n) for n in np.frombuffer(content, ">u4", dimensions, 4))
+    expected = start + int(np.prod(shape, dtype=np.int64))
+    if len(content) != expected:
+        what = "truncated" if len(content) < expected else "damaged"
+        raise DataError(f"{path} is {what}: {len(content)} bytes, but its header announces {expected}")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Pickles:
+    """The pickled batches of one CIFAR set.
+
+    Attributes:
+        folder: Where they lie, below the data folder.
+        train: File name and MD5 of each training batch, in order.
+        test: The same for the test batch.
+        label: Key of the labels inside.
+    """
+
+    folder: str
+    train: tuple[tuple[str, str], ...]
+    test: tuple[tuple[str, str], ...]
+    label: str
+
+
+def read_pickles(root: Path, *, layout: Pickles) -> Raw | None:
+    """CIFAR's Python batches; rows are 3 planes of 32 × 32, returned as `(N, 32, 32, 3)`."""
+    folder = root / layout.folder
+    if not folder.is_dir():
+        return None
+    arrays: dict[str, Array] = {}
+    for part, files in (("train", layout.train), ("test", layout.test)):
+        batches = [_batch(folder / name, md5, layout.label) for name, md5 in files]
+        rows = np.concatenate([x for x, _ in batches])
+        arrays[f"x_{part}"] = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        arrays[f"y_{part}"] = np.concatenate([y for _, y in batches])
+    return Raw(arrays, dict.fromkeys(KEYS, folder))
+
+
+def _batch(path: Path, md5: str, label: str) -> tuple[Array, Array]:
+    if not path.is_file():
+        raise DataError(f"{path} is missing, but other files of its set are there")
+    content = _bytes(path)
+    entry = unpickle(content, path)
+    if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
+        raise DataError(f"{path} is damaged: its MD5 is not {md5}")
+    try:
+        rows, labels = np.asarray(entry[b"data"]), np.asarray(entry[label.encode()])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is not a CIFAR batch: {one_line(error)}") from error
+    if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != 3072 or labels.shape != rows.shape[:1]:
+        raise DataError(f"{path} is not a CIFAR batch: data {rows.dtype} {rows.shape}, labels {labels.shape}")
+    return rows, labels
+
+
+# All that the published batches need. Each only builds arrays and byte strings.
+_RECONSTRUCT = np.empty(0).__reduce__()[0]  # numpy's own, wherever this version of numpy keeps it
+_ALLOWED = {
+    ("numpy", "dtype"): np.dtype,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("_codecs", "encode"): codecs.encode,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no data file needs")
+        return _ALLOWED[module, name]
+
+
+def unpickle(content: bytes, path: Path) -> dict[bytes, Any]:
+    """A pickled dictionary of arrays and lists; anything that could run code is refused before it runs."""
+    try:
+        entry = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+    except Exception as error:  # a damaged pickle may raise nearly anything
+        raise DataError(f"{path} is refused or damaged: {one_line(error)}") from error
+    if not isinstance(entry, dict):
+        raise DataError(f"{path} is not a CIFAR batch: it holds a {type(entry).__name__}")
+    return {key.encode() if isinstance(key, str) else key: value for key, value in entry.items()}
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is damaged or unreadable: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an exception on one line."""
+    return " ".join(str(error).split()) or type(error).__name__

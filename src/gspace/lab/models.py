@@ -1,0 +1,155 @@
+"""The networks of the paper's experiments, by name. They know nothing of gspace.
+
+Inputs are images `(batch, channel, height, width)`; outputs are class scores `(batch, class)`.
+
+| name | layers |
+|---|---|
+| `mlp` | linear-ReLU per hidden width, linear; no biases, He initialisation |
+| `cnn` | 3×3 conv-ReLU of width, 2·width, 2·width (the last two stride 2), linear; no BatchNorm, for 8×8 digits |
+| `plain-n` | stem, then 2·blocks layers of conv-BN-ReLU per stage, pooling, linear |
+| `resnet-n` | stem, then `blocks` basic blocks per stage, 1×1 projections, pooling, linear |
+
+The four stages of `plain-n` and `resnet-n` have 1, 2, 4, 8 times the first width (64 in the paper); each but the first
+halves the image. n counts the layers with weights on the longest way: 2·Σ blocks + 2. PyTorch's default initialisation.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+Shape = tuple[int, int, int]  # channel, height, width
+Builder = Callable[[Shape, int, tuple[int, ...], int], nn.Module]
+
+BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 110: (3, 8, 40, 3)}
+
+
+def mlp(shape: Shape, classes: int, hidden: tuple[int, ...]) -> nn.Sequential:
+    """`[inputs : *hidden : classes]`, ReLU between, no biases, w ~ N(0, 2/fan-in)."""
+    channels, height, width = shape
+    sizes = (channels * height * width, *hidden, classes)
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in pairwise(sizes):
+        linear = nn.Linear(inputs, outputs, bias=False)
+        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+        layers += [linear, nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def cnn(shape: Shape, classes: int, width: int) -> nn.Sequential:
+    """A plain convolutional network of three layers for small images."""
+    channels, height, breadth = shape
+    final = 2 * width * ((height + 3) // 4) * ((breadth + 3) // 4)
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(2 * width, 2 * width, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(final, classes),
+    )
+
+
+def convolution(inputs: int, outputs: int, *, size: int = 3, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
+
+
+def conv_bn_relu(inputs: int, outputs: int, *, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(conv=convolution(inputs, outputs, stride=stride), norm=nn.BatchNorm2d(outputs), relu=nn.ReLU())
+    )
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions beside a shortcut (He et al., 2016)."""
+
+    def __init__(self, inputs: int, outputs: int, *, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = convolution(inputs, outputs, stride=stride)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.relu1 = nn.ReLU()
+        self.conv2 = convolution(outputs, outputs)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            projection = convolution(inputs, outputs, size=1, stride=stride)
+            self.shortcut = nn.Sequential(OrderedDict(conv=projection, norm=nn.BatchNorm2d(outputs)))
+        self.relu2 = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(self.relu1(self.norm1(self.conv1(x)))))
+        return self.relu2(y + self.shortcut(x))
+
+
+Layer = Callable[..., nn.Module]
+
+
+class StagedNet(nn.Module):
+    """Stem, stages of growing width, global average pooling, linear.
+
+    Args:
+        layer: Builds one layer of a stage from its input and output width and its stride.
+        counts: Number of such layers in each stage.
+    """
+
+    def __init__(self, layer: Layer, counts: tuple[int, ...], channels: int, classes: int, width: int) -> None:
+        super().__init__()
+        self.stem = conv_bn_relu(channels, width)
+        widths = [width * 2**stage for stage in range(len(counts))]
+        self.stages = nn.Sequential(
+            *(
+                _stage(layer, count, inputs, outputs, stride=1 if stage == 0 else 2)
+                for stage, (count, inputs, outputs) in enumerate(zip(counts, [width, *widths], widths, strict=False))
+            )
+        )
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
+        self.linear = nn.Linear(widths[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.flatten(self.pool(self.stages(self.stem(x)))))
+
+
+def _stage(layer: Layer, count: int, inputs: int, outputs: int, stride: int) -> nn.Sequential:
+    rest = (layer(outputs, outputs) for _ in range(count - 1))
+    return nn.Sequential(layer(inputs, outputs, stride=stride), *rest)
+
+
+def plain(shape: Shape, classes: int, width: int, *, depth: int) -> StagedNet:
+    counts = tuple(2 * blocks for blocks in BLOCKS[depth])
+    return StagedNet(conv_bn_relu, counts, shape[0], classes, width)
+
+
+def resnet(shape: Shape, classes: int, width: int, *, depth: int) -> StagedNet:
+    return StagedNet(BasicBlock, BLOCKS[depth], shape[0], classes, width)
+
+
+def _wide(build: Callable[[Shape, int, int], nn.Module]) -> Builder:
+    return lambda shape, classes, hidden, width: build(shape, classes, width)
+
+
+MODELS: Mapping[str, Builder] = {
+    "mlp": lambda shape, classes, hidden, width: mlp(shape, classes, hidden),
+    "cnn": _wide(cnn),
+    **{f"plain-{depth}": _wide(partial(plain, depth=depth)) for depth in BLOCKS},
+    **{f"resnet-{depth}": _wide(partial(resnet, depth=depth)) for depth in BLOCKS},
+}
+
+
+def build_model(
+    name: str, shape: Shape, classes: int, *, hidden: tuple[int, ...] = (64, 64), width: int = 64
+) -> nn.Module:
+    """The network called `name` in the table, with weights drawn from torch's global generator."""
+    return MODELS[name](shape, classes, hidden, width)
+
+
+def stage_ends(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules after which a new stage begins: the stem and every stage; empty for networks without."""
+    stages = getattr(model, "stages", None)
+    if not isinstance(stages, nn.Sequential):
+        return ()
+    return ("stem", *(f"stages.{i}" for i in range(len(stages))))

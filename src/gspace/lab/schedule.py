@@ -1,0 +1,31 @@
+"""How long a run is and what its learning rate is at each iteration: one schedule for every optimizer."""
+
+from gspace.lab.errors import RecipeError
+from gspace.lab.recipe import Recipe
+
+CURVE = 100  # points of a curve when the recipe does not say how often to evaluate
+
+
+def steps_per_epoch(recipe: Recipe, images: int) -> int:
+    """Whole batches in the training set; the rest of each permutation is left out."""
+    if recipe.batch_size > images:
+        raise RecipeError(f"batch_size {recipe.batch_size} is more than the {images} training images")
+    return images // recipe.batch_size
+
+
+def total_iterations(recipe: Recipe, images: int) -> int:
+    if recipe.iterations is not None:
+        return recipe.iterations
+    assert recipe.epochs is not None, "a recipe has a length"
+    return max(1, round(recipe.epochs * steps_per_epoch(recipe, images)))
+
+
+def learning_rate(recipe: Recipe, iteration: int, total: int) -> float:
+    """lr · gamma^k, where k milestones (fractions of the run) have passed."""
+    passed = sum(iteration >= round(milestone * total) for milestone in recipe.milestones)
+    return recipe.lr * recipe.gamma**passed
+
+
+def evaluation_interval(recipe: Recipe, total: int) -> int:
+    """Iterations between two points of the curve."""
+    return recipe.eval_every if recipe.eval_every is not None else max(1, total // CURVE)

@@ -1,0 +1,166 @@
+"""From stored pixels to the inputs of a network, on the device and vectorised; and which pixels, in which order.
+
+Every random number of an epoch is drawn before it begins and laid out as rows `(step, batch, 1 + draws)`: the index of
+an image and its draws (crop offsets, flip). A training step then is a pure function of its rows, which may be a static
+tensor of a CUDA graph. An epoch is one permutation of the training images without its last, incomplete batch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gspace.lab.data import DataSet
+from gspace.lab.seeds import generator
+
+Inputs = Callable[[Tensor, Tensor, Tensor], Tensor]  # pixels in [0, 1], mean, std -> what the network reads
+
+
+def standard(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Mean 0 and standard deviation 1 per channel."""
+    return (pixels - mean[:, None, None]) / std[:, None, None]
+
+
+def unit(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Pixels in [0, 1], as they are."""
+    return pixels
+
+
+def grey(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """One channel in [0, 1]: luminance 0.299 R + 0.587 G + 0.114 B (ITU-R 601) of a colour image."""
+    if pixels.shape[-3] == 1:
+        return pixels
+    red, green, blue = pixels.unbind(-3)
+    return (0.299 * red + 0.587 * green + 0.114 * blue).unsqueeze(-3)
+
+
+def pooled(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """`standard`, then the average of each 4 × 4 square: 28 × 28 becomes 7 × 7."""
+    return F.avg_pool2d(standard(pixels, mean, std), 4)
+
+
+INPUTS: Mapping[str, Inputs] = {"standard": standard, "unit": unit, "grey": grey, "pooled": pooled}
+
+
+@dataclass(frozen=True)
+class Augment:
+    """A random change of the training images.
+
+    Attributes:
+        margin: Zeros added on each side of the stored images.
+        draw: n rows of random numbers, `(n, draws)`.
+        still: The row of draws that changes nothing.
+        take: Pixels `(..., channel, height, width)` for stored images and rows `(..., 1 + draws)`.
+    """
+
+    margin: int
+    draw: Callable[[int, torch.Generator], Tensor]
+    still: tuple[int, ...]
+    take: Callable[[Tensor, Tensor], Tensor]
+
+
+def _draw_nothing(n: int, generator: torch.Generator) -> Tensor:
+    return torch.empty(n, 0, dtype=torch.int64)
+
+
+def _take_whole(images: Tensor, rows: Tensor) -> Tensor:
+    return images[rows[..., 0]]
+
+
+MARGIN = 4
+
+
+def _draw_crop_flip(n: int, generator: torch.Generator) -> Tensor:
+    offsets = torch.randint(2 * MARGIN + 1, (n, 2), generator=generator)
+    flips = torch.randint(2, (n, 1), generator=generator)
+    return torch.cat([offsets, flips], 1)
+
+
+def _take_crop_flip(images: Tensor, rows: Tensor) -> Tensor:
+    """Row y, column x of the output is row y + dy, column x + dx of the padded image; x runs backwards if flipped."""
+    index, dy, dx, flip = (column[..., None, None, None] for column in rows.unbind(-1))
+    channels, height, width = images.shape[1], images.shape[2] - 2 * MARGIN, images.shape[3] - 2 * MARGIN
+    c = torch.arange(channels, device=images.device)[:, None, None]
+    y = torch.arange(height, device=images.device)[:, None]
+    x = torch.arange(width, device=images.device)
+    x = torch.where(flip == 1, width - 1 - x, x)
+    return images[index, c, y + dy, x + dx]
+
+
+AUGMENTS: Mapping[str, Augment] = {
+    "none": Augment(0, _draw_nothing, (), _take_whole),
+    "crop-flip": Augment(MARGIN, _draw_crop_flip, (MARGIN, MARGIN, 0), _take_crop_flip),
+}
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Everything a training run reads, on its device.
+
+    Attributes:
+        images: The training pool: finished inputs (no augmentation), or padded pixels.
+        labels: `(N,)`.
+        x_test, y_test: Finished test inputs and labels.
+        shape: Of one input, `(channel, height, width)`.
+        augment: What happens to each training image.
+        finish: Pixels that `augment.take` returned -> inputs.
+    """
+
+    images: Tensor
+    labels: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    shape: tuple[int, int, int]
+    classes: int
+    augment: Augment
+    finish: Callable[[Tensor], Tensor]
+
+    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and labels for rows `(..., 1 + draws)`."""
+        return self.finish(self.augment.take(self.images, rows)), self.labels[rows[..., 0]]
+
+    def still_rows(self) -> Tensor:
+        """Rows that give every training image as it is, in order."""
+        index = torch.arange(len(self.labels))
+        draws = torch.tensor(self.augment.still, dtype=torch.int64).expand(len(index), -1)
+        return torch.cat([index[:, None], draws], 1).to(self.labels.device)
+
+
+def feed(data: DataSet, inputs: str, augment: str) -> Feed:
+    """The data set made ready for training: transformed once if nothing random happens to it, else padded."""
+
+    def finish(pixels: Tensor) -> Tensor:
+        return INPUTS[inputs](pixels.to(torch.float32) / data.white, data.mean, data.std)
+
+    def ready(inputs: Tensor) -> Tensor:
+        return inputs
+
+    change = AUGMENTS[augment]
+    fixed = change.margin == 0
+    x_test = _in_pieces(finish, data.x_test)
+    channels, height, width = x_test.shape[1:]
+    return Feed(
+        images=_in_pieces(finish, data.x_train) if fixed else F.pad(data.x_train, (change.margin,) * 4),
+        labels=data.y_train,
+        x_test=x_test,
+        y_test=data.y_test,
+        shape=(channels, height, width),
+        classes=data.classes,
+        augment=change,
+        finish=ready if fixed else finish,
+    )
+
+
+def _in_pieces(function: Callable[[Tensor], Tensor], x: Tensor, size: int = 10_000) -> Tensor:
+    """`function(x)` without its temporaries for all of x at once."""
+    return torch.cat([function(piece) for piece in x.split(size)])
+
+
+def epoch_rows(seed: int, epoch: int, images: int, batch: int, augment: Augment) -> Tensor:
+    """The rows of one epoch, `(images // batch, batch, 1 + draws)`, on the CPU."""
+    steps = images // batch
+    random = generator(seed, "epoch", epoch)
+    order = torch.randperm(images, generator=random)[: steps * batch]
+    return torch.cat([order[:, None], augment.draw(len(order), random)], 1).view(steps, batch, -1)
