@@ -20,9 +20,14 @@ def total_iterations(recipe: Recipe, images: int) -> int:
     return max(1, round(recipe.epochs * steps_per_epoch(recipe, images)))
 
 
+def drops(recipe: Recipe, total: int) -> tuple[int, ...]:
+    """The iterations at which the learning rate falls."""
+    return tuple(round(milestone * total) for milestone in recipe.milestones)
+
+
 def learning_rate(recipe: Recipe, iteration: int, total: int) -> float:
     """lr · gamma^k, where k milestones (fractions of the run) have passed."""
-    passed = sum(iteration >= round(milestone * total) for milestone in recipe.milestones)
+    passed = sum(iteration >= drop for drop in drops(recipe, total))
     return recipe.lr * recipe.gamma**passed
 
 

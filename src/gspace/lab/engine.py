@@ -1,0 +1,203 @@
+"""How a run is computed, as opposed to what is computed: device, arithmetic, compiler, CUDA graph.
+
+On a GPU the whole iteration (taking the batch, forward, backward, optimizer) is one CUDA graph. It reads a static
+tensor of rows, and the learning rate from a tensor, so it is captured once per run.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspace.lab.errors import DeviceError
+
+WARM_UP = 3  # iterations before capture: kernels are compiled and chosen, buffers of the optimizer exist
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How to compute.
+
+    Attributes:
+        device: "auto" takes a GPU if there is one.
+        compile: `torch.compile` forward and backward pass; None does so on a GPU where Triton is installed.
+        graph: One CUDA graph per iteration; None does so on a GPU.
+        deterministic: Only algorithms that give the same bits each time, at some cost (they always do on a CPU).
+        checkpoint_seconds: Time between checkpoints.
+        tensorboard: Write the curve for TensorBoard too, into the run folder.
+    """
+
+    device: str = "auto"
+    compile: bool | None = None
+    graph: bool | None = None
+    deterministic: bool = False
+    checkpoint_seconds: float = 60.0
+    tensorboard: bool = False
+
+    def resolve(self) -> "Engine":
+        """The same with every choice made; an error if what is asked for is not here."""
+        device = resolve_device(self.device)
+        cuda = device.type == "cuda"
+        if self.graph and not cuda:
+            raise DeviceError(f"a CUDA graph was asked for, but the device is {device}")
+        triton = importlib.util.find_spec("triton") is not None
+        return Engine(
+            device=str(device),
+            compile=cuda and triton if self.compile is None else self.compile,
+            graph=cuda if self.graph is None else self.graph,
+            deterministic=self.deterministic,
+            checkpoint_seconds=self.checkpoint_seconds,
+            tensorboard=self.tensorboard,
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"unknown device {name!r}: try cpu, cuda or auto") from error
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise DeviceError(
+            f"device {name} was asked for, but {torch.cuda.device_count()} CUDA devices are here: try cpu"
+        )
+    return device
+
+
+@contextmanager
+def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
+    """Sets how float32 products are computed on a GPU, and how algorithms are chosen; puts it back at the end.
+
+    "tf32" rounds the factors of products to 10 bits, "float32" does not, "bf16" casts them by autocast and leaves the
+    rest at "tf32". A CPU has no tf32: there "tf32" means float32.
+    """
+    cudnn = torch.backends.cudnn
+    before = (
+        torch.get_float32_matmul_precision(),
+        cudnn.allow_tf32,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    exact = precision == "float32"
+    _set_arithmetic("highest" if exact else "high", not exact, not deterministic, deterministic, deterministic)
+    try:
+        yield
+    finally:
+        _set_arithmetic(*before)
+
+
+def _set_arithmetic(matmul: str, tf32: bool, benchmark: bool, cudnn_deterministic: bool, deterministic: bool) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    cudnn = torch.backends.cudnn
+    cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = tf32, benchmark, cudnn_deterministic
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """bf16 products if the recipe says so."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def compiled(function: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
+    """`torch.compile(function)`, kept while `key` (all that decides shapes and code) stays the same.
+
+    Runs that differ only in seed or rate share one compilation; a run of another kind starts a fresh cache, because
+    torch stops compiling a function, without an error, after a few versions of it.
+    """
+    return _compiled(function, key)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled(function: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
+    torch.compiler.reset()
+    return torch.compile(function, dynamic=False)
+
+
+Tree = Any  # nested dicts, lists and tuples of tensors and plain values
+
+
+def snapshot(tree: Tree) -> Tree:
+    """A copy that shares no memory."""
+    return _map(tree, lambda value: value.detach().clone())
+
+
+@torch.no_grad()
+def restore(tree: Tree, saved: Tree) -> None:
+    """Writes `saved` back into the tensors of `tree`, in place; a tensor that `saved` lacks did not exist: zero.
+
+    A momentum buffer of zeros is what an optimizer without buffers has: m·0 + g = g.
+    """
+    for path, value in _leaves(tree):
+        old = _at(saved, path)
+        value.copy_(old) if isinstance(old, Tensor) else value.zero_()
+
+
+def _map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
+    match tree:
+        case Tensor():
+            return function(tree)
+        case Mapping():
+            return {key: _map(value, function) for key, value in tree.items()}
+        case list() | tuple():
+            return [_map(value, function) for value in tree]
+    return tree
+
+
+def _leaves(tree: Tree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    match tree:
+        case Tensor():
+            yield path, tree
+        case Mapping():
+            for key, value in tree.items():
+                yield from _leaves(value, (*path, key))
+        case list() | tuple():
+            for key, value in enumerate(tree):
+                yield from _leaves(value, (*path, key))
+
+
+def _at(tree: Tree, path: tuple[Any, ...]) -> Tree | None:
+    for key in path:
+        try:
+            tree = tree[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return tree
+
+
+def capture(
+    step: Callable[[Tensor], None], rows: Tensor, live: Callable[[], Tree], clear: Callable[[], None]
+) -> Callable[[Tensor], None]:
+    """`step` as one CUDA graph.
+
+    Args:
+        step: One iteration on the rows of a batch: no synchronisation with the host, no shapes that vary.
+        rows: Rows of some batch, for shape and for warming up.
+        live: Every tensor that `step` changes, the same objects at each call. Their values are left untouched here.
+        clear: Drops the gradients, so that those of the graph are allocated inside it.
+    """
+    static = rows.clone()
+    saved = snapshot(live())
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            step(static)
+        clear()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(static)
+    restore(live(), saved)
+
+    def replay(rows: Tensor) -> None:
+        static.copy_(rows)
+        graph.replay()
+
+    return replay

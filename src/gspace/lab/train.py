@@ -1,0 +1,379 @@
+"""The training loop: one for a single network and for a stack of them, on a CPU or a GPU, begun or continued.
+
+    summary = train(recipe, "runs")              # one run
+    summaries = train_many(recipes, "runs")      # MLPs that differ in seed and rate, all at once
+    python -m gspace.lab.train --queue jobs.json --out runs     # every recipe of a list, shared by several processes
+
+Everything random in iteration i is a function of (seed, i), see seeds.py; the state of a run is its weights, its
+optimizer and i. A run that is stopped, by a signal or by force, continues from its checkpoint to the same bits.
+"""
+
+import functools
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspace.lab.data import DataSet, load, subset
+from gspace.lab.download import Progress as DownloadProgress
+from gspace.lab.engine import Engine, arithmetic, capture
+from gspace.lab.errors import DeviceError, Interrupted, RecipeError, RecordError
+from gspace.lab.learners import Learner, Single, Stacked
+from gspace.lab.recipe import Recipe
+from gspace.lab.record import Line, Run, environment, finite, open_run
+from gspace.lab.schedule import drops, evaluation_interval, learning_rate, steps_per_epoch, total_iterations
+from gspace.lab.seeds import derive
+from gspace.lab.stacked import stack_key, stackable
+from gspace.lab.transform import Feed, epoch_rows, feed
+
+HEARTBEAT = 0.5  # seconds between two reports of progress
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a display is told, now and then and at each point of the curve.
+
+    Attributes:
+        recipes: The runs in progress (more than one in a stack).
+        iteration, total: How far they are.
+        loss, error: Means over the training batches since the last point of the curve, per run.
+        images_per_second: Of this session, evaluation not counted.
+        seconds_left: Estimate.
+        lines: The new point of each run's curve, if there is one (None for a run that has diverged before).
+    """
+
+    recipes: tuple[Recipe, ...]
+    iteration: int
+    total: int
+    loss: tuple[float, ...]
+    error: tuple[float, ...]
+    images_per_second: float
+    seconds_left: float
+    lines: tuple[Line | None, ...] = ()
+
+
+Watch = Callable[[Progress], None]
+Stop = Callable[[], int | None]
+
+
+@dataclass(frozen=True)
+class Session:
+    """What runs of one call have in common.
+
+    Attributes:
+        data_dir: Where the data sets are, see `data.data_folder`.
+        engine: How to compute.
+        watch: Told of the progress.
+        download: If given, data sets that are absent are downloaded, and this is told of it.
+        stop: Number of the signal that asks to stop, or None; signals are caught for the call's time if left out.
+    """
+
+    data_dir: str | Path | None = None
+    engine: Engine = field(default_factory=Engine)
+    watch: Watch | None = None
+    download: DownloadProgress | None = None
+    stop: Stop | None = None
+
+
+def train(recipe: Recipe, out: str | Path, **session: Any) -> Line:
+    """Runs a recipe to its end, from its checkpoint if there is one, and returns its summary.
+
+    A finished run returns the summary it has. Raises `Interrupted` when a signal stops it, after a checkpoint, and
+    `BusyError` if another process is at work on it.
+
+    Args:
+        out: Folder of run folders.
+        session: Fields of `Session`.
+    """
+    with open_run(Path(out), recipe) as run:
+        work_alone(run, Session(**session))
+        assert run.summary is not None, "the loop ends with a summary or an exception"
+        return run.summary
+
+
+def train_many(recipes: Sequence[Recipe], out: str | Path, **session: Any) -> list[Line]:
+    """`train` for MLPs that differ in seed and learning rate alone, all at once as stacked weights.
+
+    Each run has its own folder, as if it had been trained alone, and the same numbers up to rounding. Finished runs are
+    left as they are; runs whose checkpoints are at different iterations continue in as many stacks.
+    """
+    for recipe in recipes:
+        if not stackable(recipe) or stack_key(recipe) != stack_key(recipes[0]):
+            raise RecipeError(f"{recipe.folder} cannot be stacked: only MLPs that differ in seed and lr alone can")
+    with ExitStack() as stack:
+        runs = [stack.enter_context(open_run(Path(out), recipe)) for recipe in recipes]
+        work_in_stacks(runs, Session(**session))
+        return [run.summary or {} for run in runs]
+
+
+def work_alone(run: Run, session: Session) -> None:
+    """Trains one run, unless it is finished."""
+    if run.summary is None:
+        _work([run], _single, session)
+
+
+def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
+    """Trains what is unfinished of `runs`, those at the same iteration together."""
+    unfinished = [run for run in runs if run.summary is None]
+    for _, group in groupby(sorted(unfinished, key=_position), key=_position):
+        _work(list(group), Stacked, session)
+
+
+def _position(run: Run) -> int:
+    state = run.load()
+    return state["iteration"] if state else 0
+
+
+def _single(recipes: Sequence[Recipe], source: Feed, engine: Engine) -> Learner:
+    (recipe,) = recipes
+    return Single(recipe, source, engine)
+
+
+@functools.lru_cache(maxsize=2)
+def _data(name: str, data_dir: str | Path | None, device: str, download: DownloadProgress | None) -> DataSet:
+    return load(name, data_dir, device, download=download)
+
+
+def _work(runs: Sequence[Run], learner: Callable[[Sequence[Recipe], Feed, Engine], Learner], session: Session) -> None:
+    """From run folders to the loop: data, network, checkpoint, display."""
+    started = time.perf_counter()
+    recipe, engine = runs[0].recipe, session.engine.resolve()
+    data = _data(recipe.data, session.data_dir, engine.device, session.download)
+    data = subset(data, train=recipe.train_size, test=recipe.test_size, validation=recipe.validation)
+    source = feed(data, recipe.inputs, recipe.augment)
+    watches = [watch for watch in (session.watch, _tensorboard(runs) if engine.tensorboard else None) if watch]
+    with arithmetic(recipe.precision, engine.deterministic), torch.random.fork_rng(), ExitStack() as stack:
+        torch.manual_seed(derive(recipe.seed, "noise"))
+        loop = Loop(runs, learner([run.recipe for run in runs], source, engine), source, engine)
+        for run in runs:
+            run.begin(environment(engine=asdict(engine), iteration=loop.iteration))
+        stop = session.stop or stack.enter_context(stop_requests())
+        loop.prepare(started)
+        loop.run(watches, stop)
+
+
+class Loop:
+    """The position of a training run and what moves it on."""
+
+    def __init__(self, runs: Sequence[Run], learner: Learner, source: Feed, engine: Engine) -> None:
+        self.runs, self.learner, self.source, self.engine = runs, learner, source, engine
+        self.recipe = runs[0].recipe
+        images = len(source.labels)
+        self.epoch_steps = steps_per_epoch(self.recipe, images)
+        self.total = total_iterations(self.recipe, images)
+        self.interval = evaluation_interval(self.recipe, self.total)
+        self.iteration = 0
+        self.active = list(range(len(runs)))  # those that have not diverged
+        self.seconds = 0.0  # of training in all sessions, evaluation not counted
+        self.session = 0  # iterations of this one
+        self.overhead = 0.0  # seconds to load, build, compile and capture
+        self.drops = drops(self.recipe, self.total)
+        self.advance: Callable[[Tensor], None] = learner.step
+        self._resume()
+
+    def _resume(self) -> None:
+        for k, run in enumerate(self.runs):
+            state = run.load()
+            if state is not None:
+                if state["kind"] != self.learner.kind:
+                    raise RecordError(f"{run.folder} was begun as a {state['kind']} run: continue it as such")
+                self.iteration, self.seconds = state["iteration"], state["seconds"]
+                self.learner.load(k, state["learner"])
+                self.learner.totals[k].copy_(state["totals"])
+                torch.set_rng_state(state["random"])
+            run.rewind(self.iteration)
+
+    def prepare(self, started: float) -> None:
+        """Captures the step, if it is to be one CUDA graph."""
+        if self.engine.graph and self.iteration < self.total:
+            rows = self._rows(self.iteration // self.epoch_steps)[0]
+            self.advance = capture(self.learner.step, rows, self.learner.live, self.learner.clear)
+            torch.cuda.synchronize()
+        self.overhead = time.perf_counter() - started
+
+    def run(self, watches: Sequence[Watch], stop: Stop) -> None:
+        """Iterates to the end, to divergence, or to a signal."""
+        rows: Tensor | None = None
+        rates: list[float] = []
+        clock = beat = saved = time.perf_counter()
+        elapsed = 0.0  # seconds of training in this session
+        while self.iteration < self.total and self.active:
+            epoch, step = divmod(self.iteration, self.epoch_steps)
+            if rows is None or step == 0:
+                rows = self._rows(epoch)
+            if not rates or self.iteration in self.drops:
+                rates = [learning_rate(run.recipe, self.iteration, self.total) for run in self.runs]
+                self.learner.set_rates(rates)
+            self.advance(rows[step])
+            self.iteration += 1
+            self.session += 1
+
+            due = self.iteration % self.interval == 0 or self.iteration == self.total
+            signum = stop()
+            if not (due or signum or time.perf_counter() - beat > HEARTBEAT):
+                continue
+            totals = (self.learner.totals / self._since_line()).tolist()  # waits for the device
+            elapsed += time.perf_counter() - clock
+            self.seconds += time.perf_counter() - clock
+            lines = self._point(totals, rates) if due else ()
+            self._tell(watches, totals, lines, elapsed)
+            if signum and self.iteration < self.total:
+                self._save()
+                name = signal.Signals(signum).name
+                raise Interrupted(f"stopped by {name} at iteration {self.iteration} of {self.total}", signum)
+            if time.perf_counter() - saved > self.engine.checkpoint_seconds:
+                self._save()
+                saved = time.perf_counter()
+            clock = beat = time.perf_counter()
+        self._finish(elapsed)
+
+    def _rows(self, epoch: int) -> Tensor:
+        """The rows of an epoch, `(step, network, batch, 1 + draws)`, on the device."""
+        size, images, augment = self.recipe.batch_size, len(self.source.labels), self.source.augment
+        rows = torch.stack([epoch_rows(run.recipe.seed, epoch, images, size, augment) for run in self.runs], 1)
+        if self.source.labels.is_cuda:
+            return rows.pin_memory().to(self.source.labels.device, non_blocking=True)
+        return rows
+
+    def _since_line(self) -> int:
+        """Iterations that `totals` sums over."""
+        return (self.iteration - 1) % self.interval + 1
+
+    def _point(self, totals: Sequence[Sequence[float]], rates: Sequence[float]) -> tuple[Line | None, ...]:
+        """Measures, writes a point of each curve, and takes those out that have diverged."""
+        scores = self.learner.test()
+        self.learner.totals.zero_()
+        lines: list[Line | None] = [None] * len(self.runs)
+        for k in list(self.active):
+            (loss, errors), (test_loss, test_error) = totals[k], scores[k]
+            line = {
+                "iteration": self.iteration,
+                "epoch": self.iteration / self.epoch_steps,
+                "lr": rates[k],
+                "train_loss": finite(loss),
+                "train_error": errors / self.recipe.batch_size,
+                "test_loss": finite(test_loss),
+                "test_error": test_error,
+                "seconds": round(self.seconds, 3),
+            }
+            self.runs[k].append(line)
+            lines[k] = line
+            if not math.isfinite(loss):
+                self.active.remove(k)
+                self.runs[k].finish({"status": "diverged", **self._facts(k), **line, "test_error": None})
+        return tuple(lines)
+
+    def _tell(
+        self,
+        watches: Sequence[Watch],
+        totals: Sequence[Sequence[float]],
+        lines: tuple[Line | None, ...],
+        seconds: float,
+    ) -> None:
+        progress = Progress(
+            recipes=tuple(run.recipe for run in self.runs),
+            iteration=self.iteration,
+            total=self.total,
+            loss=tuple(loss for loss, _ in totals),
+            error=tuple(errors / self.recipe.batch_size for _, errors in totals),
+            images_per_second=self._images() / seconds,
+            seconds_left=(self.total - self.iteration) * seconds / self.session,
+            lines=lines,
+        )
+        for watch in watches:
+            watch(progress)
+
+    def _images(self) -> int:
+        return self.session * self.recipe.batch_size * len(self.runs)
+
+    def _save(self) -> None:
+        for k in self.active:
+            self.runs[k].save(
+                {
+                    "kind": self.learner.kind,
+                    "iteration": self.iteration,
+                    "seconds": self.seconds,
+                    "totals": self.learner.totals[k].clone(),
+                    "random": torch.get_rng_state(),
+                    "learner": self.learner.state(k),
+                }
+            )
+
+    def _facts(self, k: int) -> Line:
+        """What a summary says besides the last point of the curve."""
+        return {"identity": self.runs[k].recipe.identity, "iterations": self.total, "stacked": len(self.runs)}
+
+    def _finish(self, seconds: float) -> None:
+        if not self.active:
+            return
+        self._save()
+        scores = self.learner.fit()
+        speed = {"images_per_second": self._images() / seconds} if seconds else {}
+        for k in self.active:
+            run = self.runs[k]
+            lines = run.metrics
+            loss, error = scores[k]
+            fit = {"fit_loss": finite(loss), "fit_error": error}
+            best = {"best_test_error": min(line["test_error"] for line in lines)}
+            overhead = {"overhead_seconds": round(self.overhead, 3)}
+            run.finish(
+                {"status": "finished", **self._facts(k), **(lines[-1] or {}), **best, **fit, **speed, **overhead}
+            )
+
+
+@contextmanager
+def stop_requests() -> Iterator[Stop]:
+    """Turns SIGINT, SIGTERM and SIGALRM into a request that the loop reads; a second one acts as it always did."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before = {signum: signal.getsignal(signum) for signum in STOPPING}
+
+    def receive(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        signal.signal(signum, before[signal.Signals(signum)])
+
+    for signum in STOPPING:
+        signal.signal(signum, receive)
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _tensorboard(runs: Sequence[Run]) -> Watch:
+    """Writes each new point of the curves for TensorBoard."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise DeviceError("TensorBoard is not installed: pip install tensorboard") from error
+    writers = {run.recipe: SummaryWriter(str(run.folder / "tensorboard")) for run in runs}
+
+    def write(progress: Progress) -> None:
+        for recipe, line in zip(progress.recipes, progress.lines or (None,) * len(runs), strict=True):
+            for name, value in line.items() if line else ():
+                if value is not None and name != "iteration":
+                    writers[recipe].add_scalar(name, value, progress.iteration)
+
+    return write
+
+
+if __name__ == "__main__":
+    from gspace.lab.queue import main
+
+    sys.exit(main())
