@@ -1,0 +1,274 @@
+"""The skeleton method (Sec. 4.1 of the paper) for any DAG and any widths.
+
+Every hidden unit u has two skeleton weights: out(u), an edge of the *last* weight that reads u, and in(u), an edge of the
+*first* weight that writes u. Last and first make both walks acyclic even where residual streams are tied. The H weights
+out(u) are *free*: they never change during training. The basis path of a non-free edge e is
+in-path(tail e) · e · out-path(head e); there are m − H of them.
+
+Shapes: unit vectors are `(H + 1,)`, entry 0 is ground. For an MLP of equal widths, "aligned" is the skeleton of the
+paper letter for letter (axes here are (out, in), there (in, out)).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gspace.balance import balanced_log_scales
+from gspace.graph import Analysis, Edges, analyze
+
+Choice = Literal["aligned", "pivoted"]
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """The skeleton weights of every unit an optimizer can use.
+
+    Attributes:
+        edges: The edges; units that an optimizer cannot use are ground here.
+        H: Number of units.
+        in_edge: Which of `edges` holds in(u); −1 for ground.
+        in_index: Flat index of in(u) in that parameter.
+        out_edge: Which of `edges` holds out(u), the free weight of u.
+        out_index: Flat index of out(u).
+        parent: Unit that in(u) reads.
+        child: Unit that out(u) writes.
+        root: First unit going up in-path(u), u included, whose incoming skeleton weight is not free.
+        unused: Units of the analysis that are ground here, with the reason.
+    """
+
+    edges: tuple[Edges, ...]
+    H: int
+    in_edge: Tensor
+    in_index: Tensor
+    out_edge: Tensor
+    out_index: Tensor
+    parent: Tensor
+    child: Tensor
+    root: Tensor
+    unused: tuple[str, ...] = ()
+
+
+def build_skeleton(
+    model: nn.Module,
+    analysis: Analysis,
+    *,
+    choice: Choice = "aligned",
+    trained: set[str] | None = None,
+) -> Skeleton:
+    """Chooses in(u) and out(u) for every unit of the transparent view.
+
+    Args:
+        choice: "aligned" takes the diagonal, as the paper does; "pivoted" the largest |w| in the balanced
+            representative, for networks that were not initialised on the skeleton.
+        trained: Names of the parameters that are trained (default: those that require a gradient). A unit that
+            touches any other parameter is left out, as is one without a non-zero weight on both sides.
+    """
+    weights = dict(model.named_parameters())
+    if trained is None:
+        trained = {name for name, p in weights.items() if p.requires_grad}
+    edges, n = analysis.transparent, analysis.H_paper + 1
+    in_edge, out_edge = _first_writer(edges, n), _last_reader(edges, n)
+    score = _balanced_size(edges, weights, n) if choice == "pivoted" else None
+    in_index, in_size, parent = _pick(edges, weights, in_edge, "head", score)
+    out_index, out_size, child = _pick(edges, weights, out_edge, "tail", score)
+
+    frozen = torch.zeros(n, dtype=torch.bool)
+    for e in edges:
+        if e.name not in trained:
+            frozen[e.head.reshape(-1)] = frozen[e.tail.reshape(-1)] = True
+    reasons = {
+        "touch a parameter that is not trained": frozen,
+        "have no weight on one side": (in_edge < 0) | (out_edge < 0),
+        "have only zero weights on one side": (in_size == 0) | (out_size == 0),
+    }
+    usable = torch.ones(n, dtype=torch.bool)
+    unused = []
+    for reason, found in reasons.items():
+        lost = int((found & usable)[1:].sum())
+        usable &= ~found
+        if lost:
+            unused.append(f"{lost} units {reason}")
+    usable[0] = True
+    number = torch.where(usable, usable.cumsum(0) - 1, 0)
+    kept = usable.nonzero()[:, 0]
+    parent, child = number[parent[kept]], number[child[kept]]
+    in_edge, in_index, out_edge, out_index = in_edge[kept], in_index[kept], out_edge[kept], out_index[kept]
+    in_edge[0] = out_edge[0] = -1
+    parent[0] = child[0] = in_index[0] = out_index[0] = 0
+
+    free = (parent > 0) & (in_edge == out_edge[parent]) & (in_index == out_index[parent])
+    root = torch.where(free, parent, torch.arange(len(kept)))
+    while not torch.equal(root, root[root]):
+        root = root[root]
+    relabelled = tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges)
+    return Skeleton(
+        relabelled, len(kept) - 1, in_edge, in_index, out_edge, out_index, parent, child, root, tuple(unused)
+    )
+
+
+def _first_writer(edges: Sequence[Edges], n: int) -> Tensor:
+    result = torch.full((n,), -1)
+    for k in sorted(range(len(edges)), key=lambda k: -edges[k].first):
+        result[edges[k].head.reshape(-1)] = k
+    return result
+
+
+def _last_reader(edges: Sequence[Edges], n: int) -> Tensor:
+    result = torch.full((n,), -1)
+    for k in sorted(range(len(edges)), key=lambda k: edges[k].last):
+        result[edges[k].tail.reshape(-1)] = k
+    return result
+
+
+def _balanced_size(edges: Sequence[Edges], weights: Mapping[str, Tensor], n: int) -> list[Tensor]:
+    """|w| in the balanced representative, `(group, out, in, tap)`: what does not depend on the scales."""
+    x = balanced_log_scales(edges, weights, n).cpu()
+    return [
+        _taps(e, weights[e.name]).abs() * (x[e.head][:, :, None, None] - x[e.tail][:, None, :, None]).exp() for e in edges
+    ]
+
+
+def _taps(e: Edges, weight: Tensor) -> Tensor:
+    """The weight as `(group, out, in, tap)`, float64, on the CPU."""
+    view = e.view(weight.detach()).double().cpu()
+    return view.reshape(*view.shape[:3], -1)
+
+
+def _occurrences(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each entry of `(group, n)` ids: where its unit occurs first in the group, how often, and how often before."""
+    groups, n = ids.shape
+    key = (ids + torch.arange(groups)[:, None] * (int(ids.max()) + 1)).reshape(-1)
+    order = key.argsort(stable=True)
+    _, run, count = key[order].unique_consecutive(return_inverse=True, return_counts=True)
+    start = count.cumsum(0) - count
+    first, often, before = torch.empty_like(key), torch.empty_like(key), torch.empty_like(key)
+    first[order], often[order], before[order] = order[start[run]], count[run], torch.arange(len(key)) - start[run]
+    return (first % n).reshape(ids.shape), often.reshape(ids.shape), before.reshape(ids.shape)
+
+
+def _position(ids: Tensor) -> Tensor:
+    """Position of each entry's unit among the distinct units of its group, in order, `(group, n)`."""
+    first, _, before = _occurrences(ids)
+    return ((before == 0).cumsum(1) - 1).gather(1, first)
+
+
+def _middle(ids: Tensor) -> Tensor:
+    """True at the middle one of the places that each unit fills, `(group, n)`."""
+    _, often, before = _occurrences(ids)
+    return before == often // 2
+
+
+def _pick(
+    edges: Sequence[Edges], weights: Mapping[str, Tensor], chosen: Tensor, side: str, score: Sequence[Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For every unit u one edge of weight `chosen[u]` that has u on `side`: flat index, |w|, and the unit at its other end.
+
+    Without a score, the aligned edge: other index = position of u mod n, within the group, centre tap.
+    """
+    n = len(chosen)
+    index, size, other = torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.long)
+    for k, e in enumerate(edges):
+        here, there = (e.head, e.tail) if side == "head" else (e.tail, e.head)
+        wanted = (chosen[here] == k) & (here > 0)
+        if not bool(wanted.any()):
+            continue
+        w = _taps(e, weights[e.name])
+        flat = _flat_index(e, weights[e.name])
+        if side == "tail":
+            w, flat = w.transpose(1, 2), flat.transpose(1, 2)
+        if score is None:
+            rows = wanted & _middle(here)
+            g, a = rows.nonzero(as_tuple=True)
+            b, tap = _position(here)[g, a] % there.shape[1], torch.full_like(a, w.shape[3] // 2)
+        else:
+            s = score[k] if side == "head" else score[k].transpose(1, 2)
+            best, at = s.flatten(2).max(2)
+            g, a = (wanted & _best_place(here, best)).nonzero(as_tuple=True)
+            b, tap = at[g, a] // s.shape[3], at[g, a] % s.shape[3]
+        u = here[g, a]
+        index[u], size[u], other[u] = flat[g, a, b, tap], w[g, a, b, tap].abs(), there[g, b]
+    return index, size, other
+
+
+def _best_place(ids: Tensor, value: Tensor) -> Tensor:
+    """True at the first of the places with the largest value among those that each unit fills, `(group, n)`."""
+    n = int(ids.max()) + 1
+    top = torch.zeros(n, dtype=value.dtype).scatter_reduce(0, ids.reshape(-1), value.reshape(-1), "amax")
+    best = (value == top[ids]).reshape(-1)
+    place = torch.arange(best.numel())
+    first = torch.full((n,), best.numel()).scatter_reduce(0, ids.reshape(-1)[best], place[best], "amin")
+    return (first[ids.reshape(-1)] == place).reshape(ids.shape)
+
+
+def _flat_index(e: Edges, weight: Tensor) -> Tensor:
+    """Flat index into the parameter of every entry of its `(group, out, in, tap)` view."""
+    view = e.view(torch.arange(weight.numel()).reshape(weight.shape))
+    return view.reshape(*view.shape[:3], -1)
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def skeleton_values(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Values of in(u) and out(u), `(H + 1,)` float64 each, 1 for ground."""
+    device = next(iter(weights.values())).device if weights else None
+    result = []
+    for which, index in ((skeleton.in_edge, skeleton.in_index), (skeleton.out_edge, skeleton.out_index)):
+        value = torch.ones(skeleton.H + 1, dtype=torch.float64, device=device)
+        for k in which.unique().tolist():
+            if k >= 0:
+                units = (which == k).nonzero()[:, 0]
+                flat = weights[skeleton.edges[k].name].detach().reshape(-1)
+                value[units.to(device)] = flat[index[units].to(flat.device)].to(value)
+        result.append(value)
+    return result[0], result[1]
+
+
+def path_products(value: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+    """log|Π| and sign of Π over the walk u → following(u) → … → ground of `value`, by pointer doubling.
+
+    With `value` = in(u) and `following` = parent this is I(u); with out(u) and child it is O(u).
+    """
+    log, sign, at = value.abs().log(), value.sign(), following.to(value.device)
+    while bool((at > 0).any()):
+        log, sign, at = log + log[at], sign * sign[at], at[at]
+    return log, sign
+
+
+def init_skeleton_(
+    model: nn.Module,
+    sign: Literal["positive", "random"] = "positive",
+    generator: torch.Generator | None = None,
+    *,
+    analysis: Analysis | None = None,
+    **options: Any,
+) -> nn.Module:
+    """The paper's initialisation: every aligned skeleton weight becomes 1 (or ±1 at random), in place.
+
+    This changes the function of the network; it is meant for training from scratch. Units whose aligned weight is 0
+    receive their skeleton too.
+    """
+    if sign not in ("positive", "random"):
+        raise ValueError(f"sign must be 'positive' or 'random', got {sign!r}")
+    found = analysis if analysis is not None else analyze(model, **options)
+    weights = dict(model.named_parameters())
+    edges, n = found.transparent, found.H_paper + 1
+    marks: dict[str, Tensor] = {}
+    for chosen, side in ((_first_writer(edges, n), "head"), (_last_reader(edges, n), "tail")):
+        index, _, _ = _pick(edges, weights, chosen, side, None)
+        for k, e in enumerate(edges):
+            units = ((chosen == k) & (torch.arange(n) > 0)).nonzero()[:, 0]
+            if len(units) and weights[e.name].requires_grad:
+                marks.setdefault(e.name, torch.zeros(weights[e.name].numel(), dtype=torch.bool))[index[units]] = True
+    with torch.no_grad():
+        for name, mark in marks.items():
+            w = weights[name]
+            ones = torch.ones(int(mark.sum()), dtype=w.dtype)
+            if sign == "random":
+                ones = ones * (torch.randint(2, ones.shape, generator=generator) * 2 - 1)
+            place = torch.unravel_index(mark.nonzero()[:, 0], w.shape)
+            w[tuple(i.to(w.device) for i in place)] = ones.to(w.device)
+    return model

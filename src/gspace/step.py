@@ -1,0 +1,202 @@
+"""One step in G-space (Algorithm 1 of the paper) as pure functions over edges and unit vectors.
+
+Shapes: a weight is viewed as `(group, out, in, *taps)`; a unit vector is `(H + 1,)`, entry 0 is ground. `grad` is ∂ℓ/∂w,
+`path_grad` is ∂ℓ/∂v. The coordinates of a network are two unit vectors, the products of skeleton weights before and
+behind a unit in units of a reference: `incoming` Ĩ(u) = I(u)/I_ref(u) and `outgoing` Õ(u) = O(u)/O_ref(u). Then
+
+    v_e = w_e · Ĩ(tail e) · Õ(head e)     for an edge e that is not on the skeleton,
+    v_r = Ĩ(r) · Õ(r)                     for the trained skeleton edge in(r) of a root r.
+
+A step is: one reduction of w·g per unit (`flow`), arithmetic on unit vectors (`inverse_chain_rule`, `path_ratio`), and one
+update per weight (`allocate_weights`). Nothing loops over units or depth.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspace.graph import Edges
+from gspace.skeleton import Skeleton
+
+Number = float | Tensor
+BatchNormRule = Literal["released", "paper"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One parameter and its place on the skeleton, on the device of the parameter.
+
+    Attributes:
+        edges: Its edges, `head` and `tail` on the device.
+        entries: Index of its skeleton entries, one tensor per dimension of the parameter.
+        root: Unit whose trained incoming skeleton weight the entry is, else 0, `(entries,)`.
+        free: Unit whose free weight the entry is, else 0, `(entries,)`.
+        entry_tail: Unit that the entry reads, `(entries,)`.
+        entry_head: Unit that the entry writes, `(entries,)`.
+    """
+
+    edges: Edges
+    entries: tuple[Tensor, ...]
+    root: Tensor
+    free: Tensor
+    entry_tail: Tensor
+    entry_head: Tensor
+
+    def rows(self, vector: Tensor, like: Tensor) -> Tensor:
+        """A unit vector at the heads, shaped to broadcast against the view of a weight."""
+        return vector[self.edges.head].reshape(*self.edges.head.shape, *[1] * (like.dim() - 2)).to(like.dtype)
+
+    def columns(self, vector: Tensor, like: Tensor) -> Tensor:
+        """A unit vector at the tails."""
+        g, n = self.edges.tail.shape
+        return vector[self.edges.tail].reshape(g, 1, n, *[1] * (like.dim() - 3)).to(like.dtype)
+
+
+class Flow(NamedTuple):
+    """Sums of s = w·g around each unit, `(H + 1,)` each: over its out-edges, over its free edge, over in(u) if trained."""
+
+    out: Tensor
+    free: Tensor
+    root: Tensor
+
+
+def plan(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> list[Layer]:
+    """The layers a step works on: every parameter that touches a unit."""
+    layers = []
+    for k, e in enumerate(skeleton.edges):
+        if not bool(e.head.any() | e.tail.any()):
+            continue
+        weight = weights[e.name]
+        roots = ((skeleton.in_edge == k) & (skeleton.root == torch.arange(skeleton.H + 1))).nonzero()[:, 0]
+        free = (skeleton.out_edge == k).nonzero()[:, 0]
+        flat = torch.cat([skeleton.in_index[roots], skeleton.out_index[free]])
+        place = torch.unravel_index(flat, weight.shape)
+        none = torch.zeros_like
+        device = weight.device
+        layers.append(
+            Layer(
+                Edges(e.name, e.head.to(device), e.tail.to(device), e.swap, e.normalized, e.first, e.last),
+                tuple(i.to(device) for i in place),
+                torch.cat([roots, none(free)]).to(device),
+                torch.cat([none(roots), free]).to(device),
+                torch.cat([skeleton.parent[roots], free]).to(device),
+                torch.cat([roots, skeleton.child[free]]).to(device),
+            )
+        )
+    return layers
+
+
+def row_norms(view: Tensor, rule: BatchNormRule) -> Tensor:
+    """‖w‖ of the rows before a BatchNorm, to broadcast against the view: per tap ("released") or whole ("paper")."""
+    dims = [2] if rule == "released" else list(range(2, view.dim()))
+    return view.square().sum(dims, keepdim=True).sqrt()
+
+
+def flow(layers: Sequence[Layer], weights: Sequence[Tensor], grads: Sequence[Tensor], like: Tensor, rule: BatchNormRule) -> Flow:
+    """Reduces s = w·g to unit vectors.
+
+    With BatchNorm the paper multiplies every gradient of a row by its norm n; the released code leaves these sums alone
+    and divides what arrives at a trained skeleton weight by n at its tap.
+    """
+    out, free, root = (torch.zeros_like(like) for _ in range(3))
+    for layer, weight, grad in zip(layers, weights, grads, strict=True):
+        w, g = layer.edges.view(weight), layer.edges.view(grad)
+        at_entries = (weight[layer.entries] * grad[layer.entries]).to(like.dtype)
+        s = w * g
+        if layer.edges.normalized and rule == "paper":
+            n = row_norms(w, rule)
+            s = s * n
+            at_entries = at_entries * _at(layer, n, weight)
+        columns = s.sum([1, *range(3, s.dim())])
+        out = out.index_add(0, layer.edges.tail.reshape(-1), columns.reshape(-1).to(like.dtype))
+        free = free.index_add(0, layer.free, at_entries)
+        root = root.index_add(0, layer.root, at_entries)
+    return Flow(out, free, root)
+
+
+def _at(layer: Layer, n: Tensor, weight: Tensor) -> Tensor:
+    """Row norms at the skeleton entries."""
+    full = torch.empty_like(weight)
+    layer.edges.view(full).copy_(n.expand(layer.edges.view(full).shape))
+    return full[layer.entries]
+
+
+def inverse_chain_rule(sums: Flow, root: Tensor) -> Tensor:
+    """q = v·∂ℓ/∂v of the trained skeleton paths, `(H + 1,)`, 0 for units that are no root (Sec. 4.2).
+
+    Every basis path that starts like in-path(d), root(d) = r, contains in(r). Hence s at in(r) is q(r) plus the q of
+    all non-free out-edges behind it, and those add up to their s:
+        q(r) = s(in r) − Σ_{d: root(d) = r} (Σ s over out-edges of d − s of its free edge).
+    """
+    behind = torch.zeros_like(sums.out).index_add(0, root, sums.out - sums.free)
+    is_root = root == torch.arange(len(root), device=root.device)
+    is_root[0] = False
+    return torch.where(is_root, sums.root - behind, 0)
+
+
+def root_norms(layers: Sequence[Layer], weights: Sequence[Tensor], like: Tensor, rule: BatchNormRule) -> Tensor:
+    """What the released rule divides q by: n at the tap of in(r), 1 where no BatchNorm follows, `(H + 1,)`."""
+    norm = torch.ones_like(like)
+    for layer, weight in zip(layers, weights, strict=True):
+        if layer.edges.normalized and rule == "released":
+            n = _at(layer, row_norms(layer.edges.view(weight), rule), weight).to(like.dtype)
+            norm = norm.index_put((layer.root,), torch.where(layer.root > 0, n, 1))
+    return norm
+
+
+def path_ratio(
+    path_value: Tensor, direction: Tensor, lr: Number, max_ratio: float, max_drift: float
+) -> tuple[Tensor, Tensor]:
+    """R(r) = v'/v = 1 − lr·d/v of the roots, and the same before the guards, `(H + 1,)` each.
+
+    `max_ratio` bounds R to [1/max_ratio, max_ratio], `max_drift` bounds |v'| to [1/max_drift, max_drift] or, where it
+    lies outside already, lets it only return. Path values start at ±1 in either reference and do not depend on the
+    representative; Ĩ alone does. `inf` is no bound at all, negative ratios included.
+    """
+    raw = 1 - lr * direction / path_value
+    ratio = raw
+    if max_ratio != float("inf"):
+        ratio = ratio.clamp(1 / max_ratio, max_ratio)
+    if max_drift != float("inf"):
+        size = path_value.abs()
+        low, high = size.clamp(max=1 / max_drift) / size, size.clamp(min=max_drift) / size
+        ratio = torch.minimum(torch.maximum(ratio, low), high)
+    return ratio, raw
+
+
+def path_gradient(layer: Layer, view: Tensor, grad: Tensor, inverse: Tensor, weight_decay: Number, rule: BatchNormRule) -> Tensor:
+    """∂ℓ/∂v = g·(n)/(Ĩ(tail)·Õ(head)) of the edges that are not on the skeleton, plus λ·v.
+
+    `inverse` is 1/(Ĩ(tail)·Õ(head)). Entries on the skeleton are meaningless: free ones have no coordinate, and those
+    of trained ones live in unit vectors.
+    """
+    g = layer.edges.view(grad)
+    if layer.edges.normalized:
+        g = g * row_norms(view, rule)
+    path_grad = g * inverse
+    if isinstance(weight_decay, Tensor) or weight_decay != 0:
+        path_grad = path_grad + weight_decay * (view / inverse)
+    return path_grad
+
+
+def allocate_weights(
+    layer: Layer, view: Tensor, direction: Tensor, inverse: Tensor, ratio: Tensor, spread: Tensor, lr: Number
+) -> Tensor:
+    """Weights after the step, for edges that are not on the skeleton (Weight-Allocation, Sec. 4.3).
+
+    v' = v − lr·d and w' = v'/(Ĩ'(tail)·Õ'(head)) with Ĩ' = Ĩ·R·c, Õ' = Õ/c, hence
+        w' = (w − lr·d/(Ĩ(tail)·Õ(head))) / R(tail) · c(head)/c(tail).
+    `spread` is c: all ones keeps the free weights fixed; any other positive c is another projection of Theorem 4.1.
+    Written additively: a ratio could never move a weight that is 0.
+    """
+    moved = view - lr * direction * inverse
+    return moved * layer.columns(1 / (ratio * spread), view) * layer.rows(spread, view)
+
+
+def allocate_skeleton(layer: Layer, values: Tensor, ratio: Tensor, spread: Tensor) -> Tensor:
+    """Skeleton entries after the step: free ones keep their value, in(r) takes R(r)/R(tail); both follow c(head)/c(tail)."""
+    change = ratio[layer.root] / torch.where(layer.root > 0, ratio[layer.entry_tail], 1)
+    return values * (change * spread[layer.entry_head] / spread[layer.entry_tail]).to(values.dtype)
