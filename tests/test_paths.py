@@ -54,13 +54,9 @@ def test_rank_is_m_minus_H(case: Small) -> None:
     assert S.theorem_3_4(net.wiring, paths)
 
 
-@networks
+@pytest.mark.parametrize("case", [case for case in SMALL if case.paths != "pieces"], ids=lambda case: case.name)
 def test_paths_are_those_of_the_network(case: Small) -> None:
     """Soundness and completeness, by running the network: each path occurs, and together they are all there are."""
-    if case.paths == "pieces":
-        pytest.skip(
-            "ground inside, or an operation that is not a sum: paths are pieces of what an input-output run counts"
-        )
     net = explicit(case)
     paths = P.enumerate_paths(net.wiring)
     occurs, total = S.occurrences(net.model, net.wiring, paths, torch.ones(1, *case.shape, dtype=torch.float64))
@@ -106,6 +102,7 @@ def test_a_layer_used_twice_without_a_stream_has_one_scale_that_is_no_units() ->
     paths = P.enumerate_paths(net.wiring)
     own = [path for path in paths if len(path) == 4]
     assert P.rank(P.structure_matrix(net.wiring, own)) == net.wiring.m - net.wiring.H - 1
+    assert not S.theorem_3_4(net.wiring, own)
     scale = {"stem.weight": 4.0, "shared.weight": 0.5, "head.weight": 1.0}
     other = torch.cat([w.reshape(-1) * scale[name] for name, w in net.wiring.split(net.weights).items()])
     torch.testing.assert_close(net.network(other, net.x), net.network(net.weights, net.x), rtol=1e-12, atol=0)
@@ -334,13 +331,28 @@ def test_dense_and_autograd_steps_agree(case: Small, options: dict[str, object],
     k = references(net)[reference]
     dense = by_autograd = net.weights
     updates = [OnPaths(net.basis, lr=1e-3, **options) for _ in range(2)]
-    for _ in range(5):
+    for _ in range(20):
         grad = torch.func.grad(net.loss)(dense)
         dense = P.dense_step(net.basis, dense, grad, updates[0], k)
         by_autograd = P.autograd_step(net.basis, by_autograd, net.loss, updates[1], k)
         torch.testing.assert_close(dense, by_autograd, **STEP)
     assert torch.equal(dense[net.basis.free], net.weights[net.basis.free])
     assert (dense - net.weights).abs().max() > 1e-4
+
+
+@networks
+def test_paths_are_measured_in_the_reference(case: Small) -> None:
+    """w·Ĩ(tail)·Õ(head) off the skeleton, Ĩ(r)·Õ(r) for a trained skeleton path."""
+    net = explicit(case)
+    wiring, kept, on_skeleton = net.basis.wiring, net.basis.kept, net.basis.on_skeleton
+    other = net.weights * torch.rand(net.weights.shape, generator=torch.Generator().manual_seed(7)).double().add(0.5)
+    (I, O), (I_ref, O_ref) = (P.skeleton_products(net.basis, w) for w in (net.weights, other))
+    I, O = I / I_ref, O / O_ref
+    v = P.odot(net.weights, net.basis.A) / P.reference_values(net.basis, I_ref, O_ref)
+    head, tail, w = wiring.head[kept], wiring.tail[kept], net.weights[kept]
+    assert 0 < on_skeleton.sum() < len(kept)
+    torch.testing.assert_close(v[~on_skeleton], (w * I[tail] * O[head])[~on_skeleton], **STEP)
+    torch.testing.assert_close(v[on_skeleton], (I[head] * O[head])[on_skeleton], **STEP)
 
 
 @networks
@@ -442,3 +454,5 @@ def test_theorem_4_1(case: Small, generator: torch.Generator) -> None:
     assert statement, statement
     assert statement.evidence["gap in w"] > 0.1
     assert statement.evidence["moved in v"] > 1e-3
+    uneven = S.theorem_4_1(net.basis, net.weights, lambda w: w.square().mean(), lr=1e-3, steps=20, generator=generator)
+    assert not uneven  # a loss that sees the scales of units
