@@ -186,6 +186,9 @@ SMALL = (
 )
 
 
+BY_NAME = {case.name: case for case in SMALL}
+
+
 @dataclass(frozen=True)
 class Explicit:
     """A small network in float64, its weights one by one, its basis paths, a batch and a loss.
@@ -206,7 +209,7 @@ class Explicit:
 
 
 def explicit(case: Small, seed: int = 0, choice: Literal["aligned", "pivoted"] = "pivoted") -> Explicit:
-    """The network of `case` with weights that keep away from 0 and every unit alive on the batch."""
+    """The network of `case` in float64, with weights of both signs that keep away from 0."""
     generator = torch.Generator().manual_seed(seed)
     model = case.build().double()
     with torch.no_grad():
@@ -225,6 +228,13 @@ def explicit(case: Small, seed: int = 0, choice: Literal["aligned", "pivoted"] =
         return (network(weights, x) - target).square().mean()
 
     return Explicit(model, analysis, wiring, basis, basis.wiring.flatten(parameters), x, network, loss)
+
+
+def scaled(wiring: Wiring, weights: Tensor, generator: torch.Generator) -> Tensor:
+    """g_c(w), c = e^N(0,1)."""
+    c = torch.randn(wiring.H + 1, generator=generator, dtype=weights.dtype).exp()
+    c[0] = 1
+    return weights * c[wiring.head] / c[wiring.tail]
 
 
 def sgd(lr: float) -> Update:
