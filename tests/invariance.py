@@ -79,3 +79,15 @@ def relative_change(before: Tensor, after: Tensor) -> float:
     """max |after − before| / max |before|; infinite where a value is not finite."""
     change = ((after - before).abs().max() / before.abs().max()).item()
     return change if change == change else float("inf")
+
+
+def rescaling_change(model: nn.Module, inputs: tuple[Tensor, ...], analysis: gspace.Analysis, seed: int = 2) -> float:
+    """The larger relative change, of training and evaluation mode, under random scales of the units left free."""
+    changes = []
+    for training in (True, False):
+        before = outputs(model, inputs, training)
+        scales = gspace.random_scales(model, torch.Generator().manual_seed(seed), analysis=analysis)
+        gspace.rescale_(model, scales, analysis=analysis)
+        changes.append(relative_change(before, outputs(model, inputs, training)))
+        gspace.rescale_(model, scales.inverse(), analysis=analysis)
+    return max(changes)

@@ -1,0 +1,612 @@
+"""What is not a symmetry is pinned, with a reason, and what is left free never changes the function."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.optim.swa_utils import AveragedModel
+
+import gspace
+from invariance import rescaling_change
+from zoo import mlp
+
+# Three layers in float64: rounding stays near 1e-15.
+EXACT = 1e-12
+VECTORS = (torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+TOKENS = (torch.randn(4, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+IMAGES = (torch.randn(4, 5, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+
+Operation = Callable[[Tensor], Tensor]
+
+
+class Between(nn.Module):
+    """5 → 7, the operation, 7 → 6 → 3: the 7 are pinned if the operation pins, the 6 are always free."""
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self.operation = operation
+        self.first, self.rest = nn.Linear(5, 7), mlp(7, 6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.operation(self.first(x)))
+
+
+class Net(nn.Module):
+    """A forward pass written as one function of the parts."""
+
+    def __init__(self, forward: Callable[..., Tensor], **parts: object) -> None:
+        super().__init__()
+        self.function = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *x: Tensor) -> Tensor:
+        return self.function(self, *x)
+
+
+@torch.fx.wrap
+def squash(x: Tensor) -> Tensor:
+    """A function no table knows."""
+    return x / (1 + x.abs().sum())
+
+
+class Saturate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad
+
+
+PINNING: dict[str, tuple[Operation, str]] = {
+    "nn.ReLU6": (nn.ReLU6(), "relu6"),
+    "F.relu6": (F.relu6, "relu6"),
+    "nn.GELU": (nn.GELU(), "gelu"),
+    "F.gelu": (F.gelu, "gelu"),
+    "nn.SiLU": (nn.SiLU(), "silu"),
+    "F.silu in place": (lambda x: F.silu(x, inplace=True), "silu"),
+    "nn.Tanh": (nn.Tanh(), "tanh"),
+    "x.tanh_()": (lambda x: x.tanh_(), "tanh"),
+    "torch.sigmoid": (torch.sigmoid, "sigmoid"),
+    "x.softmax": (lambda x: x.softmax(-1), "softmax"),
+    "nn.Softmax": (nn.Softmax(-1), "softmax"),
+    "nn.LogSoftmax": (nn.LogSoftmax(-1), "log_softmax"),
+    "nn.ELU": (nn.ELU(), "elu"),
+    "nn.Softplus": (nn.Softplus(), "softplus"),
+    "nn.Hardtanh": (nn.Hardtanh(), "hardtanh"),
+    "nn.Hardswish": (nn.Hardswish(), "hardswish"),
+    "nn.LayerNorm": (nn.LayerNorm(7), "layer_norm"),
+    "nn.GroupNorm": (nn.GroupNorm(1, 7), "group_norm"),
+    "F.normalize": (F.normalize, "normalize"),
+    "nn.AlphaDropout": (nn.AlphaDropout(0.3), "alpha_dropout"),
+    "nn.FeatureAlphaDropout": (nn.FeatureAlphaDropout(0.3), "feature_alpha_dropout"),
+    "threshold with a value": (nn.Threshold(0.0, 0.5), "threshold"),
+    "threshold above 0": (lambda x: F.threshold(x, 0.1, 0.0), "threshold"),
+    "clamp from above": (lambda x: x.clamp(max=0.5), "clamp"),
+    "clamp_ to an interval": (lambda x: x.clamp_(0, 1), "clamp"),
+    "x + 1.0": (lambda x: x + 1.0, "add"),
+    "1.0 - x": (lambda x: 1.0 - x, "sub"),
+    "x.add_(1.0), result unused": (lambda x: (x.add_(1.0), x)[1], "add"),
+    "1.0 / x": (lambda x: 1.0 / x, "truediv"),
+    "x ** 2": (lambda x: x**2, "pow"),
+    "x * x": (lambda x: x * x, "mul"),
+    "x * sigmoid(x)": (lambda x: x * torch.sigmoid(x), "sigmoid"),
+    "x > 0.1": (lambda x: (x > 0.1) * x, "gt"),
+    "noise": (lambda x: x + torch.randn_like(x), "add"),
+    "sort of the channels": (lambda x: x.sort(-1).values, "sort"),
+    "cumulative sum": (lambda x: x.cumsum(-1), "cumsum"),
+    "unknown function": (lambda x: squash(x), "test_pinned.squash"),
+    "autograd.Function": (Saturate.apply, "clamp"),
+}
+
+
+@pytest.mark.parametrize("name", PINNING)
+def test_an_operation_that_is_not_homogeneous_pins(name: str) -> None:
+    operation, canonical = PINNING[name]
+    model = Between(operation).double()
+    found = gspace.analyze(model)
+    assert found.H == 6
+    pin = next(pin for pin in found.pinned if pin.operation == canonical)
+    assert pin.count == 7
+    assert pin.reason
+    assert rescaling_change(model, VECTORS, found) < EXACT
+
+
+KEEPING: dict[str, Operation] = {
+    "nn.Threshold(0, 0)": nn.Threshold(0.0, 0.0),
+    "clamp from below at 0": lambda x: x.clamp(min=0),
+    "clamp_min_": lambda x: x.clamp_min_(0),
+    "nn.RReLU": nn.RReLU(),
+    "abs": torch.abs,
+    "-x": lambda x: -x,
+    "0.5 * x": lambda x: 0.5 * x,
+    "x / 3": lambda x: x / 3,
+    "x.mul_(2.0), result unused": lambda x: (x.mul_(2.0), x)[1],
+    "F.relu in place, result unused": lambda x: (F.relu(x, inplace=True), x)[1],
+    "dropout": nn.Dropout(0.5),
+    "random mask": lambda x: x * torch.rand_like(x),
+    "there and back": lambda x: x.unsqueeze(1).transpose(1, 2).squeeze(2).contiguous(),
+    "detach": lambda x: x.detach(),
+    "torch.jit ignored identity": nn.Identity(),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_homogeneous_operation_keeps_the_units(name: str) -> None:
+    model = Between(KEEPING[name]).double()
+    found = gspace.analyze(model)
+    assert found.H == 13
+    assert {pin.operation for pin in found.pinned} <= {"output"}
+    assert rescaling_change(model, VECTORS, found) < EXACT
+
+
+# Models changed from outside
+
+
+def unknown_hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output.tanh()
+
+
+def prepared(change: Callable[[nn.Sequential], object]) -> nn.Sequential:
+    model = mlp(5, 7, 6, 3).double()
+    change(model)
+    return model
+
+
+def patch(model: nn.Sequential) -> None:
+    layer = model[2]
+    layer.forward = lambda x: F.linear(x, layer.weight, layer.bias).tanh()
+
+
+CHANGED: dict[str, tuple[Callable[[nn.Sequential], object], int, str]] = {
+    # what is done to the MLP 5-7-6-3, the units that stay free, a word of the reason
+    "weight_norm, first layer": (lambda m: weight_norm(m[0]), 6, "hook"),
+    "weight_norm": (lambda m: weight_norm(m[2]), 0, "hook"),
+    "spectral_norm": (lambda m: spectral_norm(m[2]), 0, "hook"),
+    "weight_norm, parametrized": (lambda m: parametrizations.weight_norm(m[2]), 0, "parametrized"),
+    "weight_norm, parametrized first layer": (lambda m: parametrizations.weight_norm(m[0]), 6, "parametrized"),
+    "spectral_norm, parametrized": (lambda m: parametrizations.spectral_norm(m[2]), 0, "parametrized"),
+    "orthogonal": (lambda m: parametrizations.orthogonal(m[2]), 0, "parametrized"),
+    "pruned weight": (lambda m: prune.l1_unstructured(m[2], "weight", 0.5), 0, "hook"),
+    "pruned bias": (lambda m: prune.random_unstructured(m[2], "bias", 0.5), 0, "hook"),
+    "forward hook on a layer": (lambda m: m[2].register_forward_hook(unknown_hook), 0, "hook"),
+    "forward hook on an activation": (lambda m: m[1].register_forward_hook(unknown_hook), 6, "hook"),
+    "forward pre-hook": (lambda m: m[2].register_forward_pre_hook(lambda m, x: (x[0].tanh(),)), 0, "hook"),
+    "forward hook on the model": (lambda m: m.register_forward_hook(unknown_hook), 0, "hook"),
+    "forward replaced": (patch, 0, "forward"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_model_changed_from_outside_is_pinned_there(name: str) -> None:
+    change, H, word = CHANGED[name]
+    model = prepared(change)
+    found = gspace.analyze(model)
+    assert rescaling_change(model, VECTORS, found) < EXACT
+    assert found.H == H
+    assert any(word in pin.reason for pin in found.pinned), f"nothing says why: {[str(pin) for pin in found.pinned]}"
+
+
+def test_a_backward_hook_pins_nothing() -> None:
+    assert gspace.analyze(prepared(lambda m: m[2].register_full_backward_hook(lambda *_: None))).H == 13
+
+
+def test_a_hook_on_every_module_is_seen() -> None:
+    def saturate(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        return output.tanh() if isinstance(module, nn.ReLU) else None
+
+    model = mlp(5, 7, 6, 3).double()
+    handle = nn.modules.module.register_module_forward_hook(saturate)
+    try:
+        assert rescaling_change(model, VECTORS, gspace.analyze(model)) < EXACT
+    finally:
+        handle.remove()
+
+
+class AbsoluteWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.abs(), self.bias)
+
+
+class ShiftedReLU(nn.ReLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - 0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "H"),
+    [
+        (nn.Sequential(nn.Linear(5, 7), nn.ReLU(), AbsoluteWeight(7, 6), nn.ReLU(), nn.Linear(6, 3)), 0),
+        (nn.Sequential(nn.Linear(5, 7), ShiftedReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3)), 6),
+    ],
+    ids=["of Linear", "of ReLU"],
+)
+def test_a_subclass_is_not_its_base(model: nn.Module, H: int) -> None:
+    found = gspace.analyze(model.double())
+    assert found.H == H
+    assert rescaling_change(model, VECTORS, found) < EXACT
+
+
+# Parameters used in several ways
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(1)))
+
+
+WEIGHTS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    # a network on 5 numbers (batch of 6), and the units left free
+    "decoder is the transposed encoder": (
+        lambda: Net(lambda s, x: F.linear(F.relu(F.linear(x, s.w)), s.w.t()), w=parameter(7, 5)),
+        0,
+    ),
+    "transposed by matmul": (lambda: Net(lambda s, x: F.relu(x @ s.w) @ s.w.T, w=parameter(5, 7)), 0),
+    "weight also in the output": (
+        lambda: Net(lambda s, x: s.o(F.relu(F.linear(x, s.w))) + s.w.sum(), w=parameter(7, 5), o=nn.Linear(7, 3)),
+        0,
+    ),
+    "weight divided by its norm": (
+        lambda: Net(lambda s, x: s.o(F.relu(F.linear(x, s.w / s.w.norm()))), w=parameter(7, 5), o=nn.Linear(7, 3)),
+        0,
+    ),
+    "a column of the weight is the bias": (
+        lambda: Net(lambda s, x: s.o(F.relu(F.linear(x, s.w, s.w[:, 0]))), w=parameter(7, 5), o=nn.Linear(7, 3)),
+        0,
+    ),
+    "one bias for two layers": (
+        lambda: Net(
+            lambda s, x: s.o(F.relu(F.linear(F.relu(F.linear(x, s.v, s.b)), s.w, s.b))),
+            **{"v": parameter(7, 5), "w": parameter(7, 7), "b": parameter(7), "o": nn.Linear(7, 3)},
+        ),
+        7,
+    ),
+    "one value as bias of all channels": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x) + s.b)), a=nn.Linear(5, 7), b=parameter(1), o=nn.Linear(7, 3)),
+        0,
+    ),
+    "one learned factor for all channels": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x)) * s.g), a=nn.Linear(5, 7), g=parameter(1), o=nn.Linear(7, 3)),
+        7,
+    ),
+    "a learned factor per channel": (  # its head and its tail are units: 7 + 7
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x)) * s.g), a=nn.Linear(5, 7), g=parameter(7), o=nn.Linear(7, 3)),
+        14,
+    ),
+    "γ also in the output": (
+        lambda: Net(
+            lambda s, x: s.o(F.relu(s.n(s.a(x)))) + s.n.weight.sum(),
+            **{"a": nn.Linear(5, 7, bias=False), "n": nn.BatchNorm1d(7), "o": nn.Linear(7, 3)},
+        ),
+        0,
+    ),
+    "running mean also added": (
+        lambda: Net(
+            lambda s, x: s.o(F.relu(s.n(s.a(x))) + s.n.running_mean),
+            **{"a": nn.Linear(5, 7, bias=False), "n": nn.BatchNorm1d(7), "o": nn.Linear(7, 3)},
+        ),
+        0,
+    ),
+    "one BatchNorm twice": (
+        lambda: Net(
+            lambda s, x: s.o(F.relu(s.n(s.c(F.relu(s.n(s.a(x))))))),
+            **{"a": nn.Linear(5, 7), "c": nn.Linear(7, 7), "n": nn.BatchNorm1d(7), "o": nn.Linear(7, 3)},
+        ),
+        7,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_parameter_used_in_several_ways(name: str) -> None:
+    build, H = WEIGHTS[name]
+    model = build().double()
+    found = gspace.analyze(model)
+    assert found.H == H
+    assert rescaling_change(model, VECTORS, found) < EXACT
+
+
+def test_an_embedding_that_is_also_the_output_layer_is_pinned() -> None:
+    model = Net(lambda s, x: F.linear(s.e(x), s.e.weight), e=nn.Embedding(9, 6)).double()
+    assert gspace.analyze(model).H == 0
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_tensors_that_share_memory_are_pinned(kind: str) -> None:
+    model = Net(lambda s, x: s.o(F.relu(s.a(x))) + F.linear(x, s.b), a=nn.Linear(5, 7), o=nn.Linear(7, 3)).double()
+    shared = model.a.weight.detach()[:3]
+    if kind == "parameter":
+        model.b = nn.Parameter(shared)
+    else:
+        model.register_buffer("b", shared)
+    assert rescaling_change(model, VECTORS, gspace.analyze(model)) < EXACT
+
+
+# Padding
+
+
+@pytest.mark.parametrize(
+    ("pad", "H"),
+    [
+        (lambda x: F.pad(x, (1, 1, 1, 1), value=1.0), 0),
+        (nn.ConstantPad2d(1, 0.5), 0),
+        (lambda x: F.pad(x, (1, 1, 1, 1)), 4),
+        (lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), 4),
+        (nn.ReplicationPad2d(1), 4),
+        (nn.ZeroPad2d(1), 4),
+    ],
+    ids=["F.pad 1.0", "ConstantPad2d", "F.pad", "F.pad reflect", "ReplicationPad2d", "ZeroPad2d"],
+)
+def test_padding_with_anything_but_zero_or_itself_pins(pad: Operation, H: int) -> None:
+    model = Net(lambda s, x: s.c(s.pad(F.relu(s.a(x)))), a=nn.Conv2d(5, 4, 3), c=nn.Conv2d(4, 2, 3), pad=pad).double()
+    found = gspace.analyze(model)
+    assert found.H == H
+    assert ("pad" in {pin.operation for pin in found.pinned}) == (H == 0)
+    assert rescaling_change(model, IMAGES, found) < EXACT
+
+
+# Modes
+
+
+def test_a_head_that_only_training_runs_is_seen() -> None:
+    """The auxiliary head reads the 7 through a tanh in training mode alone."""
+
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        h = F.relu(s.a(x))
+        return s.o(h) + s.aux(torch.tanh(h)) if s.training else s.o(h)
+
+    model = Net(forward, a=nn.Linear(5, 7), o=nn.Linear(7, 3), aux=nn.Linear(7, 3)).double().eval()
+    found = gspace.analyze(model)
+    assert found.H == 0
+    assert "tanh" in {pin.operation for pin in found.pinned}
+    assert not model.training
+    assert rescaling_change(model, VECTORS, found) < EXACT
+
+
+def test_a_linear_head_that_only_training_runs_takes_part() -> None:
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        h = F.relu(s.a(x))
+        return torch.cat([s.o(h), s.aux(h)], 1) if s.training else s.o(h)
+
+    model = Net(forward, a=nn.Linear(5, 7), o=nn.Linear(7, 3), aux=nn.Linear(7, 3)).double().eval()
+    found = gspace.analyze(model)
+    assert found.H == 7
+    assert rescaling_change(model, VECTORS, found) < EXACT
+
+
+# Wrappers and frozen parameters
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DataParallel": nn.DataParallel,
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "AveragedModel": AveragedModel,
+    "torch.compile of DataParallel": lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+    "DataParallel inside": lambda model: nn.Sequential(nn.DataParallel(model)),
+    "torch.compile inside": lambda model: nn.Sequential(torch.compile(model, backend="eager")),
+    "fx.symbolic_trace": torch.fx.symbolic_trace,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_are_looked_through(name: str) -> None:
+    model = WRAPPERS[name](mlp(5, 7, 6, 3)).double()
+    found = gspace.analyze(model)
+    assert found.H == 13
+    assert {edges.name for edges in found.edges} == {name for name, _ in model.named_parameters()}
+    assert rescaling_change(model, VECTORS, found) < EXACT
+
+
+def test_frozen_parameters_are_rescaled_and_do_not_count() -> None:
+    """Units of a frozen layer can be rescaled but span no direction of the trainable space."""
+    model = mlp(5, 7, 6, 3).double()
+    model[0].requires_grad_(False)
+    found = gspace.analyze(model)
+    assert found.H == 13
+    assert found.m == 7 * 6 + 6 + 6 * 3 + 3
+    assert found.dim == found.m - 6
+    assert rescaling_change(model, VECTORS, found) < EXACT
+    assert not model[0].weight.requires_grad
+
+
+def test_sync_batch_norm_is_a_batch_norm() -> None:
+    model = nn.Sequential(nn.Conv2d(5, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).double()
+    found = gspace.analyze(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+    assert (found.H, found.H_absorbed, found.H_paper) == (4, 4, 4)
+
+
+def test_pin_ends_a_chain_at_a_module() -> None:
+    model = mlp(5, 7, 6, 3).double()
+    found = gspace.analyze(model, pin=["2"])
+    assert found.H == 7
+    assert [(pin.operation, pin.count) for pin in found.pinned if pin.operation != "output"] == [("pin", 6)]
+    with pytest.raises(ValueError, match="no module 'layer9'"):
+        gspace.analyze(model, pin=["layer9"])
+
+
+# Shapes: without an example input the rank of an activation may be unknown, and nothing may be guessed from it
+
+SHAPES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
+    # a network, its inputs, and the units found with an example input
+    "last token": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x))[:, -1]), a=nn.Linear(5, 7), o=nn.Linear(7, 3)),
+        TOKENS,
+        7,
+    ),
+    "select": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x)).select(1, 0)), a=nn.Linear(5, 7), o=nn.Linear(7, 3)),
+        TOKENS,
+        7,
+    ),
+    "unbind": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x)).unbind(1)[0]), a=nn.Linear(5, 7), o=nn.Linear(7, 3)),
+        TOKENS,
+        7,
+    ),
+    "narrow": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x)).narrow(1, 0, 1).squeeze(1)), a=nn.Linear(5, 7), o=nn.Linear(7, 3)),
+        TOKENS,
+        7,
+    ),
+    "mean over tokens": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x)).mean(1)), a=nn.Linear(5, 7), o=nn.Linear(7, 3)),
+        TOKENS,
+        7,
+    ),
+    "max over tokens": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x)).max(1)[0]), a=nn.Linear(5, 7), o=nn.Linear(7, 3)),
+        TOKENS,
+        7,
+    ),
+    "tokens flattened": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x)).flatten(1)), a=nn.Linear(5, 7), o=nn.Linear(35, 3)),
+        TOKENS,
+        7,
+    ),
+    "tokens joined": (  # one scale for both: 5
+        lambda: Net(
+            lambda s, x: s.o(torch.cat([F.relu(s.a(x)), F.relu(s.b(x))], 1)),
+            **{"a": nn.Linear(5, 5), "b": nn.Linear(5, 5), "o": nn.Linear(5, 3)},
+        ),
+        TOKENS,
+        5,
+    ),
+    "tokens mixed": (  # the linear layer contracts the tokens, not the units
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x)).transpose(1, 2)), a=nn.Linear(5, 5), o=nn.Linear(5, 3)),
+        TOKENS,
+        0,
+    ),
+    "first token of an embedding": (
+        lambda: Net(lambda s, x: s.o(s.e(x)[:, 0]), e=nn.Embedding(9, 7), o=nn.Linear(7, 3)),
+        (torch.arange(20).reshape(4, 5) % 9,),
+        7,
+    ),
+    "spatial positions first": (
+        lambda: Net(
+            lambda s, x: s.o(F.relu(s.a(x)).permute(0, 2, 3, 1).flatten(1)), a=nn.Conv2d(5, 4, 3), o=nn.Linear(64, 3)
+        ),
+        IMAGES,
+        4,
+    ),
+    "view with a constant": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x)).view(-1, 64)), a=nn.Conv2d(5, 4, 3), o=nn.Linear(64, 3)),
+        IMAGES,
+        4,
+    ),
+    "linear layer over the width": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x))), a=nn.Conv2d(5, 4, 3), o=nn.Linear(4, 3)),
+        IMAGES,
+        0,
+    ),
+    "pooling over channels": (
+        lambda: Net(
+            lambda s, x: s.o(F.max_pool1d(F.relu(s.a(x)).unsqueeze(1), 2).squeeze(1)),
+            a=nn.Linear(5, 8),
+            o=nn.Linear(4, 3),
+        ),
+        VECTORS,
+        0,
+    ),
+}
+
+
+# Ranks that a symbolic trace takes for granted, and that only an example input corrects: images come in batches, and
+# what a linear layer hands to BatchNorm1d is a matrix.
+TAKEN_FOR_GRANTED = {
+    "BatchNorm1d over tokens": (  # it normalizes dimension 1, the linear layers act on dimension 2
+        lambda: Net(lambda s, x: s.o(F.relu(s.n(s.a(x)))), a=nn.Linear(5, 5), n=nn.BatchNorm1d(5), o=nn.Linear(5, 3)),
+        TOKENS,
+        0,
+    ),
+    "BatchNorm1d first": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.n(x))), n=nn.BatchNorm1d(5), o=nn.Linear(5, 3)),
+        TOKENS,
+        0,
+    ),
+    "unbatched image": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x)).flatten(1)), a=nn.Conv2d(5, 8, 3), o=nn.Linear(16, 3)),
+        (IMAGES[0][0],),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_symbolic_trace_guesses_no_shape(name: str) -> None:
+    build, inputs, _ = SHAPES[name]
+    model = build().double()
+    assert rescaling_change(model, inputs, gspace.analyze(model)) < EXACT
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *TAKEN_FOR_GRANTED])
+def test_an_example_input_tells_the_shapes(name: str) -> None:
+    build, inputs, H = {**SHAPES, **TAKEN_FOR_GRANTED}[name]
+    model = build().double()
+    found = gspace.analyze(model, inputs)
+    assert found.H == H
+    assert rescaling_change(model, inputs, found) < EXACT
+
+
+# What cannot be traced
+
+
+class Branch(nn.Module):
+    """`wanted` chooses the condition of a branch."""
+
+    def __init__(self, wanted: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.wanted = wanted
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.first(x))
+        if self.wanted(h):
+            h = 2 * h
+        return self.last(h)
+
+
+def test_a_branch_on_data_is_refused_with_its_line() -> None:
+    model = Branch(lambda h: h.sum() > 0).double()
+    with pytest.raises(gspace.TraceError, match=r"(?s)test_pinned\.py.*if self\.wanted\(h\).*example_input"):
+        gspace.analyze(model)
+    with pytest.raises(gspace.TraceError, match=r"(?s)test_pinned\.py.*branch"):
+        gspace.analyze(model, VECTORS)
+
+
+def test_a_branch_on_a_shape_is_followed_along_an_example() -> None:
+    model = Branch(lambda h: h.shape[0] > 2).double()
+    with pytest.raises(gspace.TraceError, match="example_input"):
+        gspace.analyze(model)
+    found = gspace.analyze(model, VECTORS)
+    assert found.H == 7
+    assert {edges.name for edges in found.edges} == {name for name, _ in model.named_parameters()}
+    assert rescaling_change(model, VECTORS, found) < EXACT
+
+
+def test_an_example_of_the_wrong_shape_is_refused() -> None:
+    with pytest.raises(gspace.TraceError, match="example_input"):
+        gspace.analyze(mlp(5, 7, 3), torch.randn(2, 4))
+
+
+def test_a_lazy_model_is_refused() -> None:
+    with pytest.raises(gspace.TraceError, match="one batch"):
+        gspace.analyze(nn.Sequential(nn.LazyLinear(7), nn.ReLU(), nn.Linear(7, 3)))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    """Tracing restores modes, draws no random numbers, runs no BatchNorm and leaves no attribute behind."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Dropout(), nn.Linear(7, 3))
+    model[1].eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    attributes = [set(vars(module)) for module in model.modules()]
+    state = torch.get_rng_state()
+    for example in (None, VECTORS[0].float()):
+        gspace.analyze(model, example)
+    assert torch.equal(state, torch.get_rng_state())
+    assert modes == [module.training for module in model.modules()]
+    assert attributes == [set(vars(module)) for module in model.modules()]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

@@ -1,0 +1,285 @@
+"""The group of rescalings: its laws, its balanced representatives, and who lies in one orbit."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gspace
+from cases import CASES
+from invariance import analyze, build, draw_inputs, outputs, relative_change
+from test_zoo import BY_NAME, analysis
+from zoo import mlp
+
+SMALL = [case.name for case in CASES if case.H and case.dim < 12_000]
+with_units = pytest.mark.parametrize("name", [case.name for case in CASES if case.H])
+small = pytest.mark.parametrize("name", SMALL)
+
+
+def rescaled(model: nn.Module, found: gspace.Analysis, seed: int) -> tuple[nn.Module, gspace.Scales]:
+    """A rescaled copy and its scales."""
+    scales = gspace.random_scales(model, torch.Generator().manual_seed(seed), analysis=found)
+    return gspace.rescale_(copy.deepcopy(model), scales, analysis=found), scales
+
+
+def assert_same_weights(a: nn.Module, b: nn.Module, tolerance: float) -> None:
+    """Equal up to `tolerance` of the largest weight of each tensor."""
+    for (name, x), (_, y) in zip(a.state_dict().items(), b.state_dict().items(), strict=True):
+        largest = y.abs().max().item() if y.numel() and y.is_floating_point() else 0.0
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * largest, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# Laws of the group (Sec. 3.1 of the paper)
+
+
+@small
+def test_rescaling_is_a_group_action(name: str) -> None:
+    """g_a(g_b(w)) = g_(a·b)(w), g_1(w) = w, and the inverse undoes; a product of two factors rounds twice, 1e-15."""
+    found, model = analysis(name), build(BY_NAME[name])
+    once, a = rescaled(model, found, 1)
+    twice, b = rescaled(once, found, 2)
+    assert_same_weights(twice, gspace.rescale_(copy.deepcopy(model), b @ a, analysis=found), 1e-14)
+    assert_same_weights(gspace.rescale_(twice, (a @ b).inverse(), analysis=found), model, 1e-14)
+    identity = gspace.Scales.identity(found.H + found.H_absorbed)
+    assert_same_weights(gspace.rescale_(copy.deepcopy(model), identity, analysis=found), model, 0.0)
+    torch.testing.assert_close((a @ b).log(), a.log() + b.log(), rtol=1e-12, atol=1e-12)
+
+
+def test_random_scales_leave_absorbed_rows_unless_asked() -> None:
+    model = build(BY_NAME["mlp-bn"])
+    plain = gspace.random_scales(model, torch.Generator().manual_seed(0)).values
+    every = gspace.random_scales(model, torch.Generator().manual_seed(0), absorbed=True).values
+    assert len(plain) == len(every) == 14 + 14
+    assert bool((plain[14:] == 1).all())
+    assert not bool((every[14:] == 1).any())
+    assert gspace.random_scales(model, std=0.0).values.tolist() == [1.0] * 28
+
+
+def test_scales_of_the_exact_units_alone_are_accepted() -> None:
+    model = build(BY_NAME["mlp-bn"])
+    before = outputs(model, draw_inputs(BY_NAME["mlp-bn"], 1, torch.float64), training=False)
+    gspace.rescale_(model, torch.linspace(0.5, 2, 14))
+    after = outputs(model, draw_inputs(BY_NAME["mlp-bn"], 1, torch.float64), training=False)
+    assert relative_change(before, after) < 1e-12  # two layers in float64
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam], ids=["SGD", "Adam"])
+def test_parameters_and_optimizer_state_stay_valid(optimizer: type[torch.optim.Optimizer]) -> None:
+    """Every Parameter stays the object it was, at the address it was; the optimizer's state still belongs to it."""
+    model = mlp(5, 7, 6, 3)
+    kwargs = {"lr": 0.1, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {})}
+    steps = optimizer(model.parameters(), **kwargs)
+
+    def step() -> None:
+        steps.zero_grad()
+        model(torch.randn(8, 5)).square().sum().backward()
+        steps.step()
+
+    step()
+    parameters = list(model.parameters())
+    where = [(id(p), p.data_ptr(), p.requires_grad, p.grad) for p in parameters]
+    states = [{k: id(v) for k, v in steps.state[p].items()} for p in parameters]
+    gspace.rescale_(model, gspace.random_scales(model))
+    gspace.balance_(model)
+    assert [(id(p), p.data_ptr(), p.requires_grad, p.grad) for p in model.parameters()] == where
+    assert [{k: id(v) for k, v in steps.state[p].items()} for p in parameters] == states
+    before = [p.clone() for p in parameters]
+    step()
+    assert all(not torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+
+
+# Refusals
+
+REFUSED: dict[str, tuple[Tensor, str]] = {
+    "zero": (torch.tensor([1.0] * 12 + [0.0]), "positive"),
+    "negative": (torch.tensor([-1.0] + [1.0] * 12), "positive"),
+    "nan": (torch.tensor([1.0] * 12 + [torch.nan]), "finite"),
+    "infinite": (torch.tensor([torch.inf] + [1.0] * 12), "finite"),
+    "one too few": (torch.ones(12), "13"),
+    "one too many": (torch.ones(14), "13"),
+    "a matrix": (torch.ones(13, 1), "one value per unit"),
+    "overflow": (torch.tensor([1.0] * 12 + [1e39], dtype=torch.float64), "range"),
+    "underflow": (torch.tensor([1.0] * 12 + [1e-50], dtype=torch.float64), "range"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_scales_are_refused_before_anything_is_touched(name: str) -> None:
+    scales, word = REFUSED[name]
+    model = mlp(5, 7, 6, 3)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=word):
+        gspace.rescale_(model, scales)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_overflow_of_running_statistics_is_refused_before_anything_is_touched() -> None:
+    """The variance scales with the square: 1e25 fits a weight, 1e50 no float32 variance."""
+    model = build(BY_NAME["mlp-bn"], torch.float32)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="range"):
+        gspace.rescale_(model, torch.tensor([1.0] * 27 + [1e25], dtype=torch.float64))
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+# Balance
+
+
+def norms(model: nn.Module, found: gspace.Analysis) -> tuple[Tensor, Tensor]:
+    """‖incoming‖ and ‖outgoing‖ of the exact units, by looping over the edges."""
+    into, out = (torch.zeros(1 + found.H + found.H_absorbed, dtype=torch.float64) for _ in range(2))
+    parameters = dict(model.named_parameters())
+    for edges in found.edges:
+        squares = edges.view(parameters[edges.name].detach()).double().square()
+        squares = squares.reshape(*squares.shape[:3], -1).sum(-1)
+        into.index_add_(0, edges.head.flatten(), squares.sum(2).flatten())
+        out.index_add_(0, edges.tail.flatten(), squares.sum(1).flatten())
+    return into.sqrt()[1 : found.H + 1], out.sqrt()[1 : found.H + 1]
+
+
+@with_units
+def test_balance_makes_incoming_and_outgoing_norms_equal(name: str) -> None:
+    """To 1e-6 at every unit with weights on both sides, and the function stays (the limit of test_zoo)."""
+    case, found = BY_NAME[name], analysis(name)
+    model, inputs = build(case), draw_inputs(case, 1, torch.float64)
+    before = outputs(model, inputs, training=False)
+    gspace.balance_(model, analysis=found)
+    into, out = norms(model, found)
+    both = (into > 0) & (out > 0)
+    assert bool(both.all())  # in the zoo every unit is written and read
+    torch.testing.assert_close(into[both], out[both], rtol=1e-6, atol=0)
+    assert relative_change(before, outputs(model, inputs, training=False)) < 1e-9
+
+
+@with_units
+def test_balance_is_idempotent_and_forgets_the_scales(name: str) -> None:
+    """One representative for the whole orbit, 1e-9 in float64."""
+    found, model = analysis(name), build(BY_NAME[name])
+    other, _ = rescaled(model, found, 3)
+    gspace.balance_(model, analysis=found)
+    gspace.balance_(other, analysis=found)
+    assert_same_weights(other, model, 1e-9)
+    again = gspace.balance_(other, analysis=found)
+    assert float(again.log().abs().max()) < 1e-9
+    assert_same_weights(other, model, 1e-9)
+
+
+def test_balance_returns_the_scales_it_applied() -> None:
+    model = build(BY_NAME["lenet"])
+    by_hand = copy.deepcopy(model)
+    scales = gspace.balance_(model)
+    assert_same_weights(gspace.rescale_(by_hand, scales), model, 1e-14)
+
+
+def test_balance_leaves_units_that_no_path_meets() -> None:
+    """Unit 1 writes nothing, unit 2 reads nothing: their weights could shrink for ever, so they keep their scale."""
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 2, bias=False)).double()
+    with torch.no_grad():
+        model[2].weight[:, 0] = 0
+        model[0].weight[1] = 0
+    before = copy.deepcopy(model)
+    scales = gspace.balance_(model)
+    assert scales.values[:2].tolist() == [1.0, 1.0]
+    assert torch.equal(model[0].weight[0], before[0].weight[0])
+    assert torch.equal(model[2].weight[:, 1], before[2].weight[:, 1])
+    into, out = norms(model, gspace.analyze(model))
+    torch.testing.assert_close(into[2:], out[2:], rtol=1e-6, atol=0)
+
+
+# Equivalence
+
+
+@with_units
+def test_a_rescaled_copy_is_equivalent_and_its_scales_are_found(name: str) -> None:
+    found, model = analysis(name), build(BY_NAME[name])
+    other, scales = rescaled(model, found, 4)
+    answer = gspace.are_equivalent(model, other, analysis=found)
+    assert answer, answer.reason
+    assert answer.scales is not None
+    # A scale is found along a chain of weights, one rounding each.
+    torch.testing.assert_close(answer.scales.values, scales.values, rtol=1e-10, atol=0)
+
+
+def test_rescaled_absorbed_rows_are_equivalent_only_if_allowed() -> None:
+    case = BY_NAME["mlp-bn"]
+    found, model = analysis(case.name), build(case)
+    scales = gspace.random_scales(model, torch.Generator().manual_seed(0), absorbed=True, analysis=found)
+    other = gspace.rescale_(copy.deepcopy(model), scales, analysis=found)
+    assert not gspace.are_equivalent(model, other)
+    answer = gspace.are_equivalent(model, other, absorbed=True)
+    assert answer, answer.reason
+    torch.testing.assert_close(answer.scales.values, scales.values, rtol=1e-10, atol=0)
+
+
+@small
+def test_one_changed_weight_refutes_equivalence(name: str) -> None:
+    """Every parameter in turn: its last entry, off by a hundredth, is seen after rescaling."""
+    found, model = analysis(name), build(BY_NAME[name])
+    for parameter_name, _ in model.named_parameters():
+        other, _ = rescaled(model, found, 5)
+        with torch.no_grad():
+            dict(other.named_parameters())[parameter_name].flatten()[-1:].mul_(1.01)
+        answer = gspace.are_equivalent(model, other, analysis=found)
+        assert not answer, f"{parameter_name} was changed"
+        assert any(known in answer.reason for known, _ in model.named_parameters()), answer.reason
+
+
+def test_the_weight_that_refutes_is_named() -> None:
+    """The bias of the output joins ground to ground: no scale explains it away, so it must be the one named."""
+    model = mlp(5, 7, 6, 3).double()
+    other, _ = rescaled(model, gspace.analyze(model), 6)
+    with torch.no_grad():
+        other[4].bias[1] += 0.1
+    answer = gspace.are_equivalent(model, other)
+    assert not answer
+    assert answer.scales is None
+    assert "4.bias" in answer.reason
+
+
+def test_a_changed_buffer_refutes_equivalence() -> None:
+    model = build(BY_NAME["mlp-bn"])
+    other = copy.deepcopy(model)
+    other[1].running_mean[3] += 0.1
+    answer = gspace.are_equivalent(model, other)
+    assert not answer
+    assert "1.running_mean" in answer.reason
+
+
+def test_a_flipped_unit_is_not_equivalent_because_signs_differ() -> None:
+    """A linear unit could be flipped; a positive scale never does it."""
+    model = mlp(5, 7, 6, 3).double()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].weight[2] *= -1
+        other[0].bias[2] *= -1
+        other[2].weight[:, 2] *= -1
+    answer = gspace.are_equivalent(model, other)
+    assert not answer
+    assert "sign" in answer.reason
+    assert "0.weight" in answer.reason
+
+
+def test_models_of_other_shape_or_names_are_not_equivalent() -> None:
+    assert "shape" in gspace.are_equivalent(mlp(5, 7, 3), mlp(5, 8, 3)).reason
+    assert not gspace.are_equivalent(mlp(5, 7, 3), mlp(5, 7, 6, 3))
+
+
+def test_a_ready_analysis_excludes_its_options() -> None:
+    model = mlp(5, 7, 3)
+    with pytest.raises(ValueError, match="either analysis= or residual="):
+        gspace.random_scales(model, analysis=gspace.analyze(model), residual="tie")
+
+
+@pytest.mark.parametrize("name", ["residual-tie", "shufflenet", "resnet-small-tie"])
+def test_every_function_takes_the_options_of_analyze(name: str) -> None:
+    case = BY_NAME[name]
+    example = draw_inputs(case, 0, torch.float64, batch=2) if case.example else None
+    options = {"residual": case.residual, "example_input": example}
+    model = build(case)
+    other = gspace.rescale_(copy.deepcopy(model), gspace.random_scales(model, **options), **options)
+    assert gspace.are_equivalent(model, other, **options)
+    gspace.balance_(model, **options)
+    gspace.balance_(other, **options)
+    assert_same_weights(other, model, 1e-9)
+    assert analyze(case).H == case.H
