@@ -58,6 +58,9 @@ class Noisy(nn.Module):
     def forward(self, x):
         return self.body(x)
 
+def digits():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 26 * 26, 2))
+
 def unfinished():
     raise RuntimeError("first line\\nsecond line")
 """
@@ -124,6 +127,7 @@ def test_json_holds_the_analysis_and_the_verification(capsys: pytest.CaptureFixt
         (["model.py:build(6)", "--pin", "0"], 6),
         (["model.py:TwoInputs", "--input-shape", "2,3", "--input-shape", "2,5"], 8),
         (["model.py:Noisy()"], 8),
+        (["model.py:digits", "--input-shape", "2,1,28,28"], 4),
         (["gspace.lab.examples:residual(width=4, blocks=1)"], 4),
         (["gspace.lab.examples:residual(width=4, blocks=1)", "--residual", "tie"], 8),
     ],
@@ -198,7 +202,11 @@ BAD = {
     "letters in the shape": (["analyze", MLP, "--input-shape", "2,five"], "is not a shape"),
     "negative shape": (["analyze", MLP, "--input-shape", "2,-5"], "is not a shape"),
     "wrong shape": (["analyze", MLP, "--input-shape", "2,6"], "does not accept"),
-    "wrong shape to verify": (["analyze", "model.py:Noisy", "--verify", "--input-shape", "1,6"], "in train mode"),
+    "batch too small": (
+        ["analyze", "model.py:Noisy", "--input-shape", "1,6"],
+        "Expected more than 1 value per channel",
+    ),
+    "wrong guess": (["analyze", "model.py:digits", "--verify"], "shape 2,1,32,32 in eval mode, give a fitting --input"),
     "several inputs, no shape": (["analyze", "model.py:TwoInputs", "--verify"], "takes 2 inputs (x, y)"),
     "input that cannot be guessed": (["analyze", "torch.nn:Embedding(3, 4)", "--verify"], "cannot guess"),
     "untraceable": (["analyze", "model.py:Branching"], "--input-shape"),
@@ -230,7 +238,7 @@ def test_a_mistake_is_one_line(
     assert says in err
 
 
-@pytest.mark.parametrize("kind", ["no such module", "wrong shape", "untraceable", "unknown option"])
+@pytest.mark.parametrize("kind", ["no such module", "wrong shape", "untraceable with a shape", "unknown option"])
 def test_a_mistake_is_one_line_of_the_real_process(folder: Path, kind: str) -> None:
     arguments, says = BAD[kind]
     result = gspace(*arguments, cwd=folder)

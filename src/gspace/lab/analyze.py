@@ -1,7 +1,12 @@
 """`gspace analyze SPEC`: the rescaling symmetry of a model, and a check that it is one."""
 
 import argparse
+import contextlib
+import io
 import json
+import logging
+import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -43,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(parse_spec(args.spec))
     inputs = random_inputs(model, args.input_shape, generator)
     try:
-        analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
+        with contextlib.nullcontext() if args.debug else _errors_speak_alone():
+            analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
     except gspace.TraceError as error:
         if inputs:
             raise
@@ -61,6 +67,20 @@ def run(args: argparse.Namespace) -> int:
         if args.verify:
             print(_sentence(analysis.H, changes, exact))
     return 0 if exact else 1
+
+
+@contextlib.contextmanager
+def _errors_speak_alone() -> Iterator[None]:
+    """Holds back what is written to stderr, and drops it on an error: torch.export prints pages before it raises."""
+    held = io.StringIO()
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(held):
+            yield
+    finally:
+        logging.disable(before)
+    sys.stderr.write(held.getvalue())
 
 
 def _sentence(units: int, changes: dict[str, float], exact: bool) -> str:

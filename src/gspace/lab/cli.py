@@ -1,16 +1,18 @@
 """The command `gspace`: a table of subcommands, and one line on stderr for whatever goes wrong.
 
-Exit codes: 0 done; 1 the work was done and failed (a verification, say); 2 the request cannot be served.
+Exit codes: 0 done; 1 the work was done and failed (a verification, say); 2 the request cannot be served; others as in
+`errors.py`.
 """
 
 import argparse
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import gspace
+from gspace.lab.errors import LabError
 from gspace.lab.spec import one_line
 
 
@@ -34,8 +36,10 @@ COMMANDS = {
 }
 
 
-class CommandError(ValueError):
+class CommandError(LabError):
     """A command that cannot run as installed; the message fits on one line."""
+
+    exit_code = 2
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,16 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # the last resort: a line instead of a traceback
         if "--debug" in argv:
             raise
-        # A ValueError carries a message written for the user; anything else also needs its type.
-        message = " ".join(str(error).split()) if isinstance(error, ValueError) else one_line(error)
+        # These carry a message written for the user; anything else is a surprise and needs its type.
+        written = isinstance(error, LabError | ValueError)
+        message = " ".join(str(error).split()) if written else f"{one_line(error)} (--debug shows where)"
         print(f"gspace: error: {message}", file=sys.stderr)
-        return 2
+        return error.exit_code if isinstance(error, LabError) else 2
 
 
 def build_parser(chosen: str | None) -> Parser:
     """The parser of all commands, with the options of the chosen one."""
     parser = Parser(prog="gspace", description="Train ReLU networks in the space their function lives in.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {gspace.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
@@ -76,10 +81,3 @@ def build_parser(chosen: str | None) -> Parser:
             module.configure(subparser)
             subparser.set_defaults(run=module.run)
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("gspace")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

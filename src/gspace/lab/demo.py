@@ -23,6 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs `gspace analyze --verify` on each network of the tour; 1 if any verification failed."""
     parser = argparse.ArgumentParser(prog="gspace analyze")
     analyze.configure(parser)
+    parser.set_defaults(debug=args.debug)
     results = []
     for row in TOUR:
         line = [*row, "--verify", *(("--seed", args.seed) if args.seed != "0" else ())]

@@ -56,7 +56,7 @@ def residual(width: int = 16, blocks: int = 2, classes: int = 10) -> nn.Module:
 
 
 class Gate(nn.Module):
-    """value(x) · sigmoid(gate(x)): a product of two activations has no scale of its own to give away."""
+    """value(x) · sigmoid(gate(x)): sigmoid pins the gate, and what it multiplies keeps its scale."""
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -68,5 +68,5 @@ class Gate(nn.Module):
 
 
 def gated(width: int = 32, classes: int = 10) -> nn.Module:
-    """Two hidden layers, the second gated: its units are pinned and the report says by what."""
+    """Two hidden layers, the second gated: the units of the gate are pinned and the report says by what."""
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), Gate(width, width), nn.Linear(width, classes))

@@ -16,14 +16,18 @@ from typing import Any
 
 from torch import nn
 
+from gspace.lab.errors import LabError
+
 FORM = "package.module:callable or path/to/model.py:callable, with literal arguments, as in model.py:build(width=32)"
 
 # The shortest source that leaves a name behind the colon: 'C:\\nets\\model.py:build("a:b")' splits before 'build'.
 _SPEC = re.compile(r"(?P<source>.+?):(?P<name>[^\W\d][\w.]*)(?P<call>\(.*\))?", re.DOTALL)
 
 
-class SpecError(ValueError):
+class SpecError(LabError, ValueError):
     """A SPEC that names no model; the message fits on one line."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True)

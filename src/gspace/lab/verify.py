@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace import Analysis, random_scales, rescale_
+from gspace.lab.errors import LabError
 from gspace.lab.spec import one_line
 
 Shape = tuple[int, ...]
@@ -27,8 +28,10 @@ FIRST_LAYERS: dict[type[nn.Module], Callable[[Any], Shape]] = {
 }
 
 
-class InputError(ValueError):
+class InputError(LabError, ValueError):
     """The model and the input do not fit; the message fits on one line."""
+
+    exit_code = 2
 
 
 def largest_changes(
