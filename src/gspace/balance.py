@@ -42,7 +42,9 @@ def live_units(edges: Sequence[Edges], strength: Sequence[Tensor], n: int) -> Te
             return ahead & behind
 
 
-def balanced_log_scales(edges: Sequence[Edges], weights: Mapping[str, Tensor], n: int, fixed: Tensor | None = None) -> Tensor:
+def balanced_log_scales(
+    edges: Sequence[Edges], weights: Mapping[str, Tensor], n: int, fixed: Tensor | None = None
+) -> Tensor:
     """log c of the balanced representative, `(n,)`; 0 for ground, for `fixed` units and for units that are not live.
 
     Units that no ground-to-ground path of non-zero weights meets keep their scale, and what they write or read counts
@@ -58,13 +60,18 @@ def balanced_log_scales(edges: Sequence[Edges], weights: Mapping[str, Tensor], n
     free[0] = False
     unit = torch.where(free, torch.arange(n, device=device), 0)  # fixed units act as ground
     heads, tails = [unit[e.head.to(device)] for e in edges], [unit[e.tail.to(device)] for e in edges]
-    relabelled = [Edges(e.name, h, t, e.swap, e.normalized, e.first, e.last) for e, h, t in zip(edges, heads, tails, strict=True)]
+    relabelled = [
+        Edges(e.name, h, t, e.swap, e.normalized, e.first, e.last) for e, h, t in zip(edges, heads, tails, strict=True)
+    ]
     live = live_units(relabelled, strength, n)
     strength = [a * (live[h][:, :, None] & live[t][:, None, :]) for a, h, t in zip(strength, heads, tails, strict=True)]
     free &= live
 
     def energies(x: Tensor) -> list[Tensor]:
-        return [a * (2 * (x[h][:, :, None] - x[t][:, None, :])).exp() for a, h, t in zip(strength, heads, tails, strict=True)]
+        return [
+            a * (2 * (x[h][:, :, None] - x[t][:, None, :])).exp()
+            for a, h, t in zip(strength, heads, tails, strict=True)
+        ]
 
     def gather(parts: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
         return torch.zeros(n, dtype=torch.float64, device=device).index_add(
@@ -94,7 +101,10 @@ def balanced_log_scales(edges: Sequence[Edges], weights: Mapping[str, Tensor], n
         # F is a sum of exponentials: a step of at most 1 in log scale keeps Newton's quadratic model honest.
         step = step / step.abs().max().clamp(min=1)
         slope, value, t = float(gradient @ step), float(sum(E.sum() for E in energy)) / 2, 1.0
-        while t > 1e-6 and float(sum(E.sum() for E in energies(x + t * step))) / 2 > value + 1e-4 * t * slope + 1e-14 * value:
+        while (
+            t > 1e-6
+            and float(sum(E.sum() for E in energies(x + t * step))) / 2 > value + 1e-4 * t * slope + 1e-14 * value
+        ):
             t /= 2
         x = x + t * step
     return x

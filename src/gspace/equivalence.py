@@ -1,4 +1,4 @@
-"""Are two networks the same point of weight space modulo 𝒢? (Theorem 3.3 of the paper, by construction of the scales.)"""
+"""Are two networks one point of weight space modulo 𝒢? (Theorem 3.3 of the paper, by constructing the scales.)"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,12 +47,16 @@ def are_equivalent(
         return Equivalence(False, f"only one of the models has {sorted(a.keys() ^ b.keys())[0]!r}")
     for name in a:
         if a[name].shape != b[name].shape:
-            return Equivalence(False, f"{name} has shape {tuple(a[name].shape)} in one and {tuple(b[name].shape)} in the other")
+            return Equivalence(
+                False, f"{name} has shape {tuple(a[name].shape)} in one and {tuple(b[name].shape)} in the other"
+            )
     for e in found.edges:
         wa, wb = (e.view(x[e.name].detach()).cpu() for x in (a, b))
         if bool((wa.sign() != wb.sign()).any()):
             at = (wa.sign() != wb.sign()).nonzero()[0].tolist()
-            return Equivalence(False, f"signs differ: {e.name} (group, out, in, tap) {at} is {_at(wa, at)} and {_at(wb, at)}")
+            return Equivalence(
+                False, f"signs differ: {e.name} (group, out, in, tap) {at} is {_at(wa, at)} and {_at(wb, at)}"
+            )
     log = _solve(found.edges, a, b, 1 + found.H + found.H_absorbed)
     if not absorbed:
         log[1 + found.H :] = 0

@@ -121,16 +121,24 @@ class Analysis:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything the printed table shows, as plain Python values."""
-        counts = {name: getattr(self, name) for name in ("H", "H_absorbed", "H_paper", "m", "dim", "invariant_ratio", "residual")}
+        counts = {
+            name: getattr(self, name)
+            for name in ("H", "H_absorbed", "H_paper", "m", "dim", "invariant_ratio", "residual")
+        }
         return {**counts, "units": [vars(g) for g in self.units], "pinned": [vars(p) for p in self.pinned]}
 
     def __str__(self) -> str:
         rows = [("units", "kind", "written by", "read by")]
         rows += [(str(g.count), g.kind, ", ".join(g.written), ", ".join(g.read)) for g in self.units]
         lines = _aligned(rows)
-        lines += ["", f"m = {self.m:,} weights   H = {self.H:,} units   m − H = {self.dim:,}   H/m = {self.invariant_ratio:.3g}"]
+        lines += [
+            "",
+            f"m = {self.m:,} weights   H = {self.H:,} units   m − H = {self.dim:,}   H/m = {self.invariant_ratio:.3g}",
+        ]
         if self.H_absorbed or self.H_paper != self.H:
-            lines.append(f"BatchNorm: {self.H_absorbed:,} absorbed rows; {self.H_paper:,} units if it is ignored, as in the paper")
+            lines.append(
+                f"BatchNorm: {self.H_absorbed:,} absorbed rows; {self.H_paper:,} units where it is ignored (the paper)"
+            )
         if self.pinned:
             lines += ["", "pinned:"] + [f"  {pin}" for pin in self.pinned]
         return "\n".join(lines)
@@ -182,7 +190,9 @@ def analyze(
 
 
 def _known(pin: Iterable[str], modules: dict[str, nn.Module]) -> set[str]:
-    names = {name.removeprefix("module.").removeprefix("_orig_mod.") for name in ([pin] if isinstance(pin, str) else pin)}
+    names = {
+        name.removeprefix("module.").removeprefix("_orig_mod.") for name in ([pin] if isinstance(pin, str) else pin)
+    }
     for name in names - modules.keys():
         close = difflib.get_close_matches(name, modules)
         raise ValueError(f"pin: the model has no module {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
@@ -228,29 +238,40 @@ def _components(n: int, ties: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         label = new
 
 
-def _parameter_constraints(walk: Walk) -> tuple[dict[str, list[tuple[int, Use]]], list[tuple[Tensor, Tensor]], list[PinnedAt]]:
+def _parameter_constraints(walk: Walk) -> tuple[dict[str, list[Use]], list[tuple[Tensor, Tensor]], list[PinnedAt]]:
     """A parameter used twice ties its uses; used in two layouts, or in a way no rule knows, it pins them."""
-    uses: dict[str, list[tuple[int, Use]]] = {}
-    for position, use in enumerate(walk.uses):
-        uses.setdefault(use.name, []).append((position, use))
+    uses: dict[str, list[Use]] = {}
+    for use in walk.uses:
+        uses.setdefault(use.name, []).append(use)
     ties: list[tuple[Tensor, Tensor]] = []
     pins: list[PinnedAt] = []
     for name, listed in uses.items():
-        first = listed[0][1]
-        alike = all(u.swap == first.swap and u.head.shape == first.head.shape and u.tail.shape == first.tail.shape for _, u in listed)
-        ids = torch.cat([t.reshape(-1) for _, u in listed for t in (u.head, u.tail)])
+        first = listed[0]
+        alike = all(
+            u.swap == first.swap and u.head.shape == first.head.shape and u.tail.shape == first.tail.shape
+            for u in listed
+        )
+        ids = torch.cat([t.reshape(-1) for u in listed for t in (u.head, u.tail)])
         if name in walk.misused:
             why = walk.misused[name]
-            pins.append(PinnedAt(ids, why.operation, why.where, f"{name} is {why.reason}" if " " not in why.operation else why.reason))
+            pins.append(
+                PinnedAt(
+                    ids, why.operation, why.where, f"{name} is {why.reason}" if " " not in why.operation else why.reason
+                )
+            )
         elif not alike:
             pins.append(PinnedAt(ids, "shared", name, "used in two layouts (once transposed)"))
-        for _, u in listed[1:] if alike else ():
+        for u in listed[1:] if alike else ():
             ties += [(first.head.reshape(-1), u.head.reshape(-1)), (first.tail.reshape(-1), u.tail.reshape(-1))]
     statistics: dict[str, Tensor] = {}
     for norm in walk.norms:
         for name, _ in norm.statistics:
             if name in walk.misused:
-                pins.append(PinnedAt(norm.absorbed, walk.misused[name].operation, name, "its running statistic is read elsewhere"))
+                pins.append(
+                    PinnedAt(
+                        norm.absorbed, walk.misused[name].operation, name, "its running statistic is read elsewhere"
+                    )
+                )
             ties.append((statistics.setdefault(name, norm.absorbed), norm.absorbed))
     return uses, ties, pins
 
@@ -270,11 +291,15 @@ def _assemble(walk: Walk, model: nn.Module, residual: Residual) -> Analysis:
         into_norm[norm.absorbed] = True
     into_norm[0] = False
 
-    kept = {name: [(i, u) for i, u in listed if not u.affine] for name, listed in uses.items()}
+    kept = {name: [u for u in listed if not u.affine] for name, listed in uses.items()}
     exact_number, H, H_absorbed = _number(exact, uses, absorbed)
     paper_number, H_paper, _ = _number(transparent, kept, torch.zeros_like(absorbed))
     edges = _edges(uses, exact_number[exact], into_norm)
-    statistics = {name: Statistic(name, exact_number[exact[n.absorbed]], power) for n in walk.norms for name, power in n.statistics}
+    statistics = {
+        name: Statistic(name, exact_number[exact[n.absorbed]], power)
+        for n in walk.norms
+        for name, power in n.statistics
+    }
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     m = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Analysis(
@@ -298,9 +323,9 @@ def _touched(edges: Sequence[Edges], trainable: set[str], frozen: bool) -> set[i
     return set(torch.cat(ids).unique().tolist()) if ids else set()
 
 
-def _number(label: Tensor, uses: dict[str, list[tuple[int, Use]]], last: Tensor) -> tuple[Tensor, int, int]:
+def _number(label: Tensor, uses: dict[str, list[Use]], last: Tensor) -> tuple[Tensor, int, int]:
     """New ids by component: ground 0, then the components that edges touch in order of use, those in `last` behind."""
-    touched = [t.reshape(-1) for listed in uses.values() for _, u in listed for t in (u.head, u.tail)]
+    touched = [t.reshape(-1) for listed in uses.values() for u in listed for t in (u.head, u.tail)]
     number = torch.zeros(len(label), dtype=torch.long)
     if not touched:
         return number, 0, 0
@@ -311,13 +336,14 @@ def _number(label: Tensor, uses: dict[str, list[tuple[int, Use]]], last: Tensor)
     return number, len(front), len(back)
 
 
-def _edges(uses: dict[str, list[tuple[int, Use]]], unit: Tensor, into_norm: Tensor) -> tuple[Edges, ...]:
+def _edges(uses: dict[str, list[Use]], unit: Tensor, into_norm: Tensor) -> tuple[Edges, ...]:
     result = []
     for name, listed in uses.items():
         if listed:
-            (first, use), (last, _) = listed[0], listed[-1]
-            normalized = any(bool(into_norm[u.head].all()) for _, u in listed)
-            result.append(Edges(name, unit[use.head], unit[use.tail], use.swap, normalized, first, last))
+            use, positions = listed[0], [u.position for u in listed]
+            normalized = any(bool(into_norm[u.head].all()) for u in listed)
+            head, tail = unit[use.head], unit[use.tail]
+            result.append(Edges(name, head, tail, use.swap, normalized, min(positions), max(positions)))
     return tuple(result)
 
 
@@ -329,7 +355,9 @@ def _groups(edges: Sequence[Edges], H: int, total: int) -> tuple[UnitGroup, ...]
         for column, ids in enumerate((e.head, e.tail)):
             signature[ids.unique(), column] += torch.randint(1 << 60, (1,), generator=generator)
     kind = (torch.arange(total + 1) > H).long()
-    keys, inverse, counts = torch.cat([signature, kind[:, None]], 1)[1:].unique(dim=0, return_inverse=True, return_counts=True)
+    keys, inverse, counts = torch.cat([signature, kind[:, None]], 1)[1:].unique(
+        dim=0, return_inverse=True, return_counts=True
+    )
     first = torch.full((len(keys),), total, dtype=torch.long).scatter_reduce(0, inverse, torch.arange(total), "amin")
     groups = []
     for k in first.argsort().tolist():

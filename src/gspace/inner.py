@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gspace import step as algorithm
-from gspace.graph import Analysis, Inputs, Residual
+from gspace.graph import Analysis, Residual
 from gspace.optim import Allocation, Reference, _GSpaceOptimizer
 from gspace.step import BatchNormRule
+from gspace.trace import Inputs
 
 
 class InGSpace(_GSpaceOptimizer):

@@ -32,11 +32,17 @@ def reshape(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation
     target = _flat(sizes or tuple(kwargs.values()))
     if x.ids is None or x.shape is None:
         return grounded([s if isinstance(s, int) and s >= 0 else None for s in target])
-    keeps_batch = bool(target) and (target[0] == Size(batch=True) or (x.shape[0] is not None and target[0] == x.shape[0]))
+    keeps_batch = bool(target) and (
+        target[0] == Size(batch=True) or (x.shape[0] is not None and target[0] == x.shape[0])
+    )
     rest_unknown = None in x.shape[1:] or x.spread
     if keeps_batch and len(target) == 2 and (rest_unknown or None in x.shape[1:]):
         return flatten(walk, x, 1)
-    if rest_unknown or any(isinstance(s, Size) for s in target[1:]) or not all(isinstance(s, (int, Size)) for s in target):
+    if (
+        rest_unknown
+        or any(isinstance(s, Size) for s in target[1:])
+        or not all(isinstance(s, (int, Size)) for s in target)
+    ):
         return _lost(walk, x, UNKNOWN_SIZE, tuple(s if isinstance(s, int) and s >= 0 else None for s in target))
     batch = x.shape[0] or _BATCH
     full = x.ids.expand(batch, *x.shape[1:])  # type: ignore[arg-type]
@@ -60,9 +66,10 @@ def flatten(walk: Walk, x: Activation, start_dim: int = 0, end_dim: int = -1) ->
     merged = x.shape[start : end + 1]
     if start == end:
         return x
-    if None not in merged and not x.spread:
-        ids = x.ids.expand([*x.ids.shape[:start], *merged, *x.ids.shape[end + 1 :]]).flatten(start, end)  # type: ignore[misc]
-        return Activation(compress(ids), (*x.shape[:start], math.prod(merged), *x.shape[end + 1 :]))  # type: ignore[arg-type]
+    known = [s for s in merged if s is not None]
+    if len(known) == len(merged) and not x.spread:
+        ids = x.ids.expand([*x.ids.shape[:start], *known, *x.ids.shape[end + 1 :]]).flatten(start, end)
+        return Activation(compress(ids), (*x.shape[:start], math.prod(known), *x.shape[end + 1 :]))
     inner = x.ids.shape[start + 1 : end + 1]
     outer = x.ids.shape[:start]
     if end == rank - 1 and math.prod(inner) == 1 and math.prod(outer) == 1 and not x.spread:
@@ -135,7 +142,11 @@ def index(walk: Walk, x: Any, key: Any) -> Any:
         return Activation()
     keys = list(key) if isinstance(key, tuple) else [key]
     plain = all(k is None or k is Ellipsis or isinstance(k, (int, slice)) for k in keys)
-    if not plain or x.spread or any(isinstance(b, Size) for k in keys if isinstance(k, slice) for b in (k.start, k.stop)):
+    if (
+        not plain
+        or x.spread
+        or any(isinstance(b, Size) for k in keys if isinstance(k, slice) for b in (k.start, k.stop))
+    ):
         return _lost(walk, x, "indexed by a tensor" if not plain else UNKNOWN_SIZE)
     if Ellipsis not in keys:
         keys.append(Ellipsis)
@@ -227,14 +238,14 @@ def cat(walk: Walk, values: Sequence[Any], dim: int = 0, **kwargs: Any) -> Activ
         walk.pin(xs, "joined with a value of another rank")
         return Activation()
     dim %= rank
-    sizes = [x.shape[dim] for x in xs]  # type: ignore[index]
+    known = [s for s in (x.shape[dim] for x in xs if x.shape is not None) if s is not None]
     shape = list(xs[0].shape)  # type: ignore[arg-type]
-    shape[dim] = None if None in sizes else sum(s for s in sizes if s is not None)
+    shape[dim] = sum(known) if len(known) == len(xs) else None
     ids = [x.ids for x in xs if x.ids is not None]
     joins = any(i.shape[dim] > 1 for i in ids) or all(i.numel() == 1 for i in ids)
-    if joins and None not in sizes:
+    if joins and len(known) == len(xs):
         others = torch.broadcast_shapes(*[[1 if d == dim else n for d, n in enumerate(i.shape)] for i in ids])
-        laid = [i.expand([s if d == dim else n for d, n in enumerate(others)]) for i, s in zip(ids, sizes, strict=True)]
+        laid = [i.expand([s if d == dim else n for d, n in enumerate(others)]) for i, s in zip(ids, known, strict=True)]
         return Activation(compress(torch.cat(laid, dim)), tuple(shape))
     if joins and any(i.shape[dim] > 1 for i in ids):
         walk.pin(xs, UNKNOWN_SIZE)
@@ -250,8 +261,10 @@ def stack(walk: Walk, values: Sequence[Any], dim: int = 0) -> Activation:
     return cat(walk, lifted, dim)
 
 
-def pad(walk: Walk, x: Activation, pads: Sequence[Any], mode: str = "constant", value: float | None = None) -> Activation:
-    """Zeros and mirrored entries keep the space; a constant ≠ 0 has a scale of its own. Zero channels take any scale."""
+def pad(
+    walk: Walk, x: Activation, pads: Sequence[Any], mode: str = "constant", value: float | None = None
+) -> Activation:
+    """Zeros and mirrored entries keep the space, a constant ≠ 0 does not. Channels of zeros take any scale."""
     if x.ids is None or x.shape is None:
         return Activation()
     if mode == "constant" and value not in (None, 0):

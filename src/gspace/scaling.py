@@ -2,9 +2,9 @@
 
     v · relu(u · x) = (v/c) · relu(c · u · x)   for every hidden unit and every c > 0.
 
-Everything acts in place under `no_grad` and keeps Parameter objects, so optimizer state stays valid; biases, BatchNorm's
-γ, β and running statistics are scaled along. Units absorbed by a BatchNorm (rows before it) are left at 1 unless asked
-for: scaling them is exact only as ε → 0.
+Everything acts in place under `no_grad` and keeps Parameter objects, so optimizer state stays valid; biases,
+BatchNorm's γ, β and running statistics are scaled along. Units absorbed by a BatchNorm (rows before it) are left at 1
+unless asked for: scaling them is exact only as ε → 0.
 """
 
 from dataclasses import dataclass
@@ -83,7 +83,9 @@ def random_scales(
     return Scales(log.exp())
 
 
-def rescale_(model: nn.Module, scales: Scales | Tensor, *, analysis: Analysis | None = None, **options: Any) -> nn.Module:
+def rescale_(
+    model: nn.Module, scales: Scales | Tensor, *, analysis: Analysis | None = None, **options: Any
+) -> nn.Module:
     """Applies g_c to `model` in place; its function does not change.
 
     Args:
@@ -112,7 +114,9 @@ def _apply(model: nn.Module, analysis: Analysis, c: Tensor) -> None:
     changes: list[tuple[Tensor, Tensor]] = []
     for e in analysis.edges:
         view = e.view(parameters[e.name].detach())
-        factor = (c[e.head][:, :, None] / c[e.tail][:, None, :]).reshape(*view.shape[:1], e.head.shape[1], e.tail.shape[1])
+        factor = (c[e.head][:, :, None] / c[e.tail][:, None, :]).reshape(
+            *view.shape[:1], e.head.shape[1], e.tail.shape[1]
+        )
         if bool((factor != 1).any()):
             changes.append((view, factor.reshape(*factor.shape, *[1] * (view.dim() - 3)).to(view.device)))
     for s in analysis.statistics:
@@ -124,7 +128,9 @@ def _apply(model: nn.Module, analysis: Analysis, c: Tensor) -> None:
         smallest = torch.where(view == 0, torch.inf, view.abs() * factor).amin() if view.numel() else torch.ones(())
         limits = torch.finfo(view.dtype)
         if not bool(largest <= limits.max) or bool(smallest < limits.tiny * limits.eps):
-            raise ValueError(f"these scales take a weight out of the range of {view.dtype} (largest would be {float(largest):.3g})")
+            raise ValueError(
+                f"these scales take a weight out of the range of {view.dtype} (largest would be {float(largest):.3g})"
+            )
     with torch.no_grad():
         for view, factor in changes:
             view.copy_(view * factor)

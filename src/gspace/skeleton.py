@@ -1,8 +1,8 @@
 """The skeleton method (Sec. 4.1 of the paper) for any DAG and any widths.
 
-Every hidden unit u has two skeleton weights: out(u), an edge of the *last* weight that reads u, and in(u), an edge of the
-*first* weight that writes u. Last and first make both walks acyclic even where residual streams are tied. The H weights
-out(u) are *free*: they never change during training. The basis path of a non-free edge e is
+Every hidden unit u has two skeleton weights: out(u), an edge of the *last* weight that reads u, and in(u), an edge of
+the *first* weight that writes u. Last and first make both walks acyclic even where residual streams are tied. The H
+weights out(u) are *free*: they never change during training. The basis path of a non-free edge e is
 in-path(tail e) · e · out-path(head e); there are m − H of them.
 
 Shapes: unit vectors are `(H + 1,)`, entry 0 is ground. For an MLP of equal widths, "aligned" is the skeleton of the
@@ -127,7 +127,8 @@ def _balanced_size(edges: Sequence[Edges], weights: Mapping[str, Tensor], n: int
     """|w| in the balanced representative, `(group, out, in, tap)`: what does not depend on the scales."""
     x = balanced_log_scales(edges, weights, n).cpu()
     return [
-        _taps(e, weights[e.name]).abs() * (x[e.head][:, :, None, None] - x[e.tail][:, None, :, None]).exp() for e in edges
+        _taps(e, weights[e.name]).abs() * (x[e.head][:, :, None, None] - x[e.tail][:, None, :, None]).exp()
+        for e in edges
     ]
 
 
@@ -164,12 +165,16 @@ def _middle(ids: Tensor) -> Tensor:
 def _pick(
     edges: Sequence[Edges], weights: Mapping[str, Tensor], chosen: Tensor, side: str, score: Sequence[Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For every unit u one edge of weight `chosen[u]` that has u on `side`: flat index, |w|, and the unit at its other end.
+    """For every unit u one edge of weight `chosen[u]` with u on `side`: flat index, |w|, and the unit at its other end.
 
     Without a score, the aligned edge: other index = position of u mod n, within the group, centre tap.
     """
     n = len(chosen)
-    index, size, other = torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.long)
+    index, size, other = (
+        torch.zeros(n, dtype=torch.long),
+        torch.zeros(n, dtype=torch.float64),
+        torch.zeros(n, dtype=torch.long),
+    )
     for k, e in enumerate(edges):
         here, there = (e.head, e.tail) if side == "head" else (e.tail, e.head)
         wanted = (chosen[here] == k) & (here > 0)

@@ -69,12 +69,16 @@ class Parts:
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a parameter as edges; `head` is `(group, out)`, `tail` is `(group, in)`, in provisional ids."""
+    """One use of a parameter as edges; `head` is `(group, out)`, `tail` is `(group, in)`, in provisional ids.
+
+    `position` counts the uses of one forward pass.
+    """
 
     name: str
     head: Tensor
     tail: Tensor
     swap: bool
+    position: int
     affine: bool = False  # γ or β of a BatchNorm: no edge in the transparent view
 
 
@@ -111,6 +115,7 @@ class Walk:
     misused: dict[str, PinnedAt] = field(default_factory=dict)
     operation: str = ""
     where: str = ""
+    position: int = 0
 
     def at(self, operation: str, node: fx.Node, where: str) -> None:
         """Sets what the next pins are blamed on."""
@@ -140,7 +145,7 @@ class Walk:
         self.misused.setdefault(tensor.name, PinnedAt(torch.empty(0), self.operation, self.where, reason))
 
     def channels(self, x: Activation, axis: int, n: int) -> Tensor:
-        """Ids of the `n` channels of `x` along `axis` (counted from the end), `(n,)`; zeros if they had to be pinned."""
+        """Ids of the `n` channels of `x` along `axis` (from the end), `(n,)`; zeros if they had to be pinned."""
         ids = x.ids
         if ids is None:
             return torch.zeros(n, dtype=torch.long)
@@ -153,11 +158,15 @@ class Walk:
 
     def weight(self, w: Weight, head: Tensor, tail: Tensor, groups: int, swap: bool = False) -> None:
         """A parameter used as edges from `tail` to `head`."""
-        self.uses.append(Use(w.name, head.reshape(groups, -1), tail.reshape(groups, -1), swap != w.swap))
+        self._use(w.name, head.reshape(groups, -1), tail.reshape(groups, -1), swap != w.swap)
 
     def vector(self, w: Weight, head: Tensor, affine: bool = False) -> None:
         """A parameter with one entry per unit of `head`, as edges from ground: a bias, or BatchNorm's γ and β."""
-        self.uses.append(Use(w.name, head.reshape(1, -1), torch.zeros(1, 1, dtype=torch.long), False, affine))
+        self._use(w.name, head.reshape(1, -1), torch.zeros(1, 1, dtype=torch.long), False, affine)
+
+    def _use(self, name: str, head: Tensor, tail: Tensor, swap: bool, affine: bool = False) -> None:
+        self.uses.append(Use(name, head, tail, swap, self.position, affine))
+        self.position += 1
 
 
 def along(ids: Tensor, rank: int, axis: int) -> Tensor:

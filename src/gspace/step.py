@@ -1,14 +1,14 @@
 """One step in G-space (Algorithm 1 of the paper) as pure functions over edges and unit vectors.
 
-Shapes: a weight is viewed as `(group, out, in, *taps)`; a unit vector is `(H + 1,)`, entry 0 is ground. `grad` is ∂ℓ/∂w,
-`path_grad` is ∂ℓ/∂v. The coordinates of a network are two unit vectors, the products of skeleton weights before and
-behind a unit in units of a reference: `incoming` Ĩ(u) = I(u)/I_ref(u) and `outgoing` Õ(u) = O(u)/O_ref(u). Then
+Shapes: a weight is viewed as `(group, out, in, *taps)`; a unit vector is `(H + 1,)`, entry 0 is ground. `grad` is
+∂ℓ/∂w, `path_grad` is ∂ℓ/∂v. The coordinates of a network are two unit vectors, the products of skeleton weights before
+and behind a unit measured by a reference: `incoming` Ĩ(u) = I(u)/I_ref(u) and `outgoing` Õ(u) = O(u)/O_ref(u). Then
 
     v_e = w_e · Ĩ(tail e) · Õ(head e)     for an edge e that is not on the skeleton,
     v_r = Ĩ(r) · Õ(r)                     for the trained skeleton edge in(r) of a root r.
 
-A step is: one reduction of w·g per unit (`flow`), arithmetic on unit vectors (`inverse_chain_rule`, `path_ratio`), and one
-update per weight (`allocate_weights`). Nothing loops over units or depth.
+A step is: one reduction of w·g per unit (`flow`), arithmetic on unit vectors (`inverse_chain_rule`, `path_ratio`), and
+one update per weight (`allocate_weights`). Nothing loops over units or depth.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class Layer:
 
 
 class Flow(NamedTuple):
-    """Sums of s = w·g around each unit, `(H + 1,)` each: over its out-edges, over its free edge, over in(u) if trained."""
+    """Sums of s = w·g around each unit, `(H + 1,)` each: its out-edges, its free edge, in(u) if that is trained."""
 
     out: Tensor
     free: Tensor
@@ -95,7 +95,9 @@ def row_norms(view: Tensor, rule: BatchNormRule) -> Tensor:
     return view.square().sum(dims, keepdim=True).sqrt()
 
 
-def flow(layers: Sequence[Layer], weights: Sequence[Tensor], grads: Sequence[Tensor], like: Tensor, rule: BatchNormRule) -> Flow:
+def flow(
+    layers: Sequence[Layer], weights: Sequence[Tensor], grads: Sequence[Tensor], like: Tensor, rule: BatchNormRule
+) -> Flow:
     """Reduces s = w·g to unit vectors.
 
     With BatchNorm the paper multiplies every gradient of a row by its norm n; the released code leaves these sums alone
@@ -167,7 +169,9 @@ def path_ratio(
     return ratio, raw
 
 
-def path_gradient(layer: Layer, view: Tensor, grad: Tensor, inverse: Tensor, weight_decay: Number, rule: BatchNormRule) -> Tensor:
+def path_gradient(
+    layer: Layer, view: Tensor, grad: Tensor, inverse: Tensor, weight_decay: Number, rule: BatchNormRule
+) -> Tensor:
     """∂ℓ/∂v = g·(n)/(Ĩ(tail)·Õ(head)) of the edges that are not on the skeleton, plus λ·v.
 
     `inverse` is 1/(Ĩ(tail)·Õ(head)). Entries on the skeleton are meaningless: free ones have no coordinate, and those
@@ -197,6 +201,6 @@ def allocate_weights(
 
 
 def allocate_skeleton(layer: Layer, values: Tensor, ratio: Tensor, spread: Tensor) -> Tensor:
-    """Skeleton entries after the step: free ones keep their value, in(r) takes R(r)/R(tail); both follow c(head)/c(tail)."""
+    """Skeleton entries after the step: free ones keep their value, in(r) takes R(r)/R(tail); both follow c."""
     change = ratio[layer.root] / torch.where(layer.root > 0, ratio[layer.entry_tail], 1)
     return values * (change * spread[layer.entry_head] / spread[layer.entry_tail]).to(values.dtype)

@@ -75,11 +75,11 @@ def _trace_once(model: nn.Module, example_input: Inputs | None) -> Traced:
     args, kwargs = _arguments(example_input)
     try:
         traced = _symbolic(model, example_input)
-    except Exception as error:  # noqa: BLE001 - user code runs inside the tracer and may raise anything
+    except Exception as error:
         if example_input is None:
             raise TraceError(
                 f"cannot follow {_where(error)}: {_first_line(error)}\n"
-                "Symbolic tracing sees no values. Pass example_input= (a batch the model accepts) to trace with real shapes."
+                "Symbolic tracing sees no values. Pass example_input= (a batch the model accepts) to use real shapes."
             ) from error
         return _exported(model, args, kwargs)
     if example_input is not None:
@@ -101,7 +101,7 @@ def _arguments(example_input: Inputs | None) -> tuple[tuple[Any, ...], dict[str,
 
 
 class _Shell(nn.Module):
-    """Calls `model` with as many inputs as it requires, so that defaults, *args and root modules need no special case."""
+    """Calls `model` with as many inputs as it requires: defaults, *args and root modules need no special case."""
 
     def __init__(self, model: nn.Module, keys: list[Any], by_name: bool) -> None:
         super().__init__()
@@ -184,7 +184,9 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     signature = program.graph_signature
     lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    return Traced(program.graph, program.graph_module, {node: state[name] for node, name in lifted.items() if name in state})
+    return Traced(
+        program.graph, program.graph_module, {node: state[name] for node, name in lifted.items() if name in state}
+    )
 
 
 @contextmanager

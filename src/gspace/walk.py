@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from gspace.operations import FUNCTIONS, INPLACE, MODULES, Rule, flatten_arguments, linear, opaque
+from gspace.layers import Rule, flatten_arguments, linear, opaque
+from gspace.operations import FUNCTIONS, INPLACE, MODULES
 from gspace.spaces import Activation, Buffer, Walk, Weight, grounded
 from gspace.trace import Traced
 
@@ -48,6 +49,7 @@ class Walker:
 
     def run(self, traced: Traced) -> None:
         values: dict[fx.Node, Any] = {}
+        self.walk.position = 0
         for node in traced.graph.nodes:
             stack = self._stack(node)
             result = self._settle(node, self._call(node, traced, values, stack))
@@ -62,7 +64,9 @@ class Walker:
         paths = [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
         if node.op == "call_module" and str(node.target) not in paths:
             paths.append(str(node.target))
-        return [path.removeprefix("model").removeprefix(".") if path.split(".")[0] == "model" else path for path in paths]
+        return [
+            path.removeprefix("model").removeprefix(".") if path.split(".")[0] == "model" else path for path in paths
+        ]
 
     def _tensor(self, tensor: Any) -> Any:
         """A tensor that a module holds, as an abstract value."""
@@ -96,7 +100,9 @@ class Walker:
             return _evaluate(node, args, kwargs)
         return self._apply(FUNCTIONS.get(name), args, kwargs)
 
-    def _module(self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any, stack: list[str], hook: str | None) -> Any:
+    def _module(
+        self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any, stack: list[str], hook: str | None
+    ) -> Any:
         operation, arguments = MODULES.get(type(module), (type(module).__name__, None))
         self.walk.at(operation, node, stack[-1])
         if parametrize.is_parametrized(module):
@@ -120,10 +126,11 @@ class Walker:
         free: set[str] = set()
         for m in module.modules() if hook is None else ():
             if type(m) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer) and _is_relu(m.activation):
-                weights = [self._tensor(p) for p in (m.linear1.weight, m.linear1.bias, m.linear2.weight, m.linear2.bias)]
-                hidden = linear(self.walk, Activation(), weights[0], weights[1])
-                self.walk.pin(linear(self.walk, hidden, weights[2], weights[3]), "inside a Transformer layer")
-                free |= {w.name for w in weights if isinstance(w, Weight)}
+                held: list[Any] = [m.linear1, m.linear2]
+                (w1, b1), (w2, b2) = ((self._tensor(layer.weight), self._tensor(layer.bias)) for layer in held)
+                hidden = linear(self.walk, Activation(), w1, b1)
+                self.walk.pin(linear(self.walk, hidden, w2, b2), "inside a Transformer layer")
+                free |= {w.name for w in (w1, b1, w2, b2) if isinstance(w, Weight)}
         rest = [t for t in inside if not (isinstance(t, Weight) and t.name in free)]
         return opaque(self.walk, *args, *rest, reason=hook or "no rule is known for it", **_renamed(kwargs))
 
@@ -161,7 +168,7 @@ def _plain(leaf: Any) -> bool:
 def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Arithmetic on plain numbers (sizes); anything else made of constants is ground."""
     if getattr(operator, getattr(node.target, "__name__", ""), None) is node.target:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **kwargs)
     return Activation()
 
 
