@@ -78,8 +78,8 @@ COPIES = (
 INHOMOGENEOUS = (
     "relu6 hardtanh gelu silu mish elu selu celu tanh sigmoid softplus softsign tanhshrink hardswish hardsigmoid "
     "logsigmoid log_sigmoid hardshrink softshrink exp log log1p sqrt rsqrt pow square sin cos erf softmax "
-    "log_softmax softmin _softmax _log_softmax alpha_dropout feature_alpha_dropout layer_norm group_norm instance_norm rms_norm "
-    "local_response_norm normalize sign round floor ceil reciprocal"
+    "log_softmax softmin _softmax _log_softmax alpha_dropout feature_alpha_dropout layer_norm "
+    "group_norm instance_norm rms_norm local_response_norm normalize sign round floor ceil reciprocal"
 )
 LIKE = "zeros_like ones_like empty_like rand_like randn_like full_like new_zeros new_ones new_empty new_full new_tensor"
 # In-place variants share a rule only where the result keeps the layout of its input: a stale name then still fits.
@@ -205,8 +205,8 @@ MODULES: dict[type[nn.Module], tuple[str, Callable[[nn.Module], dict[str, Any]]]
         for module, operation in _table(
             "Identity:clone ReLU:relu LeakyReLU:leaky_relu RReLU:rrelu Dropout:dropout Dropout1d:dropout "
             "Dropout2d:dropout Dropout3d:dropout Upsample:interpolate UpsamplingNearest2d:interpolate "
-            "UpsamplingBilinear2d:interpolate ReLU6:relu6 Hardtanh:hardtanh GELU:gelu SiLU:silu Mish:mish ELU:elu SELU:selu CELU:celu Tanh:tanh "
-            "Sigmoid:sigmoid Softplus:softplus Softsign:softsign Tanhshrink:tanhshrink Hardswish:hardswish "
+            "UpsamplingBilinear2d:interpolate ReLU6:relu6 Hardtanh:hardtanh GELU:gelu SiLU:silu Mish:mish ELU:elu "
+            "SELU:selu CELU:celu Tanh:tanh Sigmoid:sigmoid Softplus:softplus Softsign:softsign Tanhshrink:tanhshrink Hardswish:hardswish "
             "Hardsigmoid:hardsigmoid LogSigmoid:logsigmoid Hardshrink:hardshrink Softshrink:softshrink Softmax:softmax "
             "LogSoftmax:log_softmax Softmin:softmin AlphaDropout:alpha_dropout "
             "FeatureAlphaDropout:feature_alpha_dropout"
