@@ -451,6 +451,21 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
         TOKENS,
         7,
     ),
+    "later tokens": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x))[:, 1:].mean(1)), a=nn.Linear(5, 7), o=nn.Linear(7, 3)),
+        TOKENS,
+        7,
+    ),
+    "first token of the first sequence": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x))[0, 0]), a=nn.Linear(5, 7), o=nn.Linear(7, 3)),
+        TOKENS,
+        7,
+    ),
+    "tokens split": (
+        lambda: Net(lambda s, x: s.o(F.relu(s.a(x)).split(1, 1)[0].mean(1)), a=nn.Linear(5, 7), o=nn.Linear(7, 3)),
+        TOKENS,
+        7,
+    ),
     "mean over tokens": (
         lambda: Net(lambda s, x: s.o(F.relu(s.a(x)).mean(1)), a=nn.Linear(5, 7), o=nn.Linear(7, 3)),
         TOKENS,
