@@ -1,0 +1,201 @@
+"""What G-SGD is compared with: Path-SGD, and SGD with the free skeleton frozen.
+
+The third control, SGD from the skeleton initialisation, is `init_skeleton_(model)` and `torch.optim.SGD`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from gspace.base import on_skeleton
+from gspace.graph import Analysis, Residual, analyze
+from gspace.pathrules import Power, power
+from gspace.pathsum import PathGraph, path_graph
+from gspace.skeleton import build_skeleton
+from gspace.step import Number, plan
+from gspace.trace import Inputs
+
+
+def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """κ_e = ∂(Σ_paths v²)/∂(w_e²) of every entry of `parameters`, by one forward and one backward pass of one sample.
+
+    κ_e is the sum, over the paths through e, of the squared products of their other weights; a weight that occurs on a
+    path several times (convolution, weight sharing) counts once per occurrence. None for a parameter on no path.
+    """
+    if not parameters:
+        return []
+    leaves, powers = [], {}
+    with torch.enable_grad():
+        for p in parameters:
+            scaled = power(p.detach().to(torch.promote_types(p.dtype, torch.float32)), 2)
+            leaves.append(Power(scaled.values.requires_grad_(), scaled.exponent, activation=False))
+            powers[id(p)] = leaves[-1]
+        total = graph.sum(2, powers)
+        grads = torch.autograd.grad(total.values, [leaf.values for leaf in leaves], allow_unused=True)
+    return [
+        None if grad is None else torch.ldexp(grad, total.exponent - leaf.exponent)
+        for grad, leaf in zip(grads, leaves, strict=True)
+    ]
+
+
+class PathSGD(Optimizer):
+    """Steepest descent with respect to the path norm (Neyshabur et al. 2015): w ← w − lr·g/κ.
+
+    Under a rescaling w → s·w the gradient becomes g/s and κ becomes κ/s², so that the step becomes s times what it was:
+    the update commutes with the group. Momentum accumulates g/κ, not g, and keeps that.
+
+    Where κ = 0 every path through the weight has another zero weight. The function does not depend on it, its gradient
+    is 0, and it stays. (Dividing by κ + ε would move it, but no ε scales with κ.) Parameters that are no edge of the
+    network, such as slopes of a PReLU, no rescaling changes: they get plain SGD.
+
+    Args:
+        model: The model, not its parameters.
+        lr: A number or a tensor.
+        momentum: Decay of the sum of g/κ.
+        params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
+        interval: κ is computed every `interval` steps. The scales do not change in between, so the update still
+            commutes with them.
+        maximize: Ascend.
+        example_input: A batch the model accepts; not needed where a linear layer comes first.
+        analysis: The result of `analyze(model)`.
+
+    Raises:
+        PathError: The model has no path norm (`pathsum.py`). BatchNorm counts as the affine map of evaluation mode.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: Number = 1e-3,
+        momentum: float = 0,
+        *,
+        params: Iterable[Any] | None = None,
+        interval: int = 1,
+        maximize: bool = False,
+        example_input: Inputs | None = None,
+        analysis: Analysis | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"the first argument is the model, not its parameters; got {type(model).__name__}")
+        torch.optim.SGD([torch.zeros(1)], lr, momentum)  # torch's own constructor checks what it shares with us
+        if not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"interval must be a positive number of steps, got {interval!r}")
+        self.graph = path_graph(model, example_input)
+        found = analysis if analysis is not None else analyze(model, example_input)
+        edges = {e.name for e in found.edges}
+        self._edges = [p for name, p in model.named_parameters() if name in edges]
+        self.interval = interval
+        super().__init__(
+            list(model.parameters()) if params is None else params,
+            {"lr": lr, "momentum": momentum, "maximize": maximize, "steps": 0},
+        )
+        if self._trained():
+            self.graph.sum(2)  # what cannot be summed is refused here, not at the first step
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("step", "_zero_grad_profile_name")}
+
+    def _trained(self) -> list[Tensor]:
+        """The edges of the network among the parameters."""
+        edges = {id(p) for p in self._edges}
+        mine = (p for group in self.param_groups for p in group["params"])
+        return [p for p in mine if p.requires_grad and id(p) in edges]
+
+    def _refresh(self) -> None:
+        """κ of every edge that is trained, kept in the dtype that a saved state keeps."""
+        stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
+        trained = self._trained()
+        if stale or any("kappa" not in self.state[p] for p in trained):
+            for p, kappa in zip(trained, path_kappa(self.graph, trained), strict=True):
+                self.state[p]["kappa"] = torch.zeros_like(p) if kappa is None else kappa.to(p.dtype)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refresh()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+            group["steps"] += 1
+        return loss
+
+    def _update(self, p: Tensor, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        if p.grad.is_sparse:
+            raise RuntimeError("PathSGD does not support sparse gradients")
+        direction = -p.grad if group["maximize"] else p.grad
+        state = self.state[p]
+        if "kappa" in state:
+            direction = torch.where(state["kappa"] > 0, direction / state["kappa"], 0)
+        if group["momentum"] != 0:
+            if "momentum_buffer" in state:
+                direction = state["momentum_buffer"].mul_(group["momentum"]).add_(direction)
+            else:
+                state["momentum_buffer"] = direction.clone()
+        lr = group["lr"]
+        p.sub_(direction * lr) if isinstance(lr, Tensor) else p.add_(direction, alpha=-lr)
+
+
+class FrozenSkeletonSGD(torch.optim.SGD):
+    """`torch.optim.SGD` that never changes the free skeleton weights: G-SGD's control without its geometry.
+
+    They are put back after every step, so momentum and weight decay do not reach them either.
+
+    Args:
+        model: The model, not its parameters.
+        params: torch's parameter groups.
+        analysis, example_input, residual, pin: As for GSGD, which finds the same skeleton: aligned if the model is
+            on it, otherwise pivoted.
+        lr, options: As in `torch.optim.SGD`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: Number = 1e-3,
+        *,
+        params: Iterable[Any] | None = None,
+        analysis: Analysis | None = None,
+        example_input: Inputs | None = None,
+        residual: Residual = "pin",
+        pin: Iterable[str] = (),
+        **options: Any,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"the first argument is the model, not its parameters; got {type(model).__name__}")
+        super().__init__(list(model.parameters()) if params is None else params, lr, **options)
+        found = analysis if analysis is not None else analyze(model, example_input, residual=residual, pin=pin)
+        self.skeleton = build_skeleton(model, found, choice="aligned" if on_skeleton(model, found) else "pivoted")
+        weights = dict(model.named_parameters())
+        self._free = {
+            layer.edges.name: (weights[layer.edges.name], tuple(i[layer.free > 0] for i in layer.entries))
+            for layer in plan(self.skeleton, weights)
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("step", "_zero_grad_profile_name")}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "frozen": {name: entries for name, (_, entries) in self._free.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict.get("frozen", {}).keys() != self._free.keys():
+            raise ValueError("this state belongs to another network: it does not name the same frozen weights")
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "frozen"})
+        self._free = {name: (self._free[name][0], tuple(entries)) for name, entries in state_dict["frozen"].items()}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        places = [(weight, tuple(i.to(weight.device) for i in entries)) for weight, entries in self._free.values()]
+        before = [weight[entries] for weight, entries in places]
+        loss = super().step(closure)
+        for (weight, entries), value in zip(places, before, strict=True):
+            weight[entries] = value
+        return loss

@@ -1,0 +1,190 @@
+"""The coordinates of a network in G-space: the values of its basis paths, differentiable, and the way back.
+
+    v_e = w_e · Ĩ(tail e) · Õ(head e)     for an edge e that is not on the skeleton,
+    v_r = Ĩ(r) · Õ(r)                     for the trained skeleton edge in(r) of a root r,
+
+with Ĩ = I/I_ref and Õ = O/O_ref as in `step.py`. A parameter that touches no unit is its own path. Optimizers keep Ĩ
+and Õ up to date from step to step; here they are computed from the weights, in log space, so that autograd sees them.
+
+Two views: "transparent" is that of the paper and of GSGD, where BatchNorm is ignored; "exact" gives values that no
+rescaling changes, with BatchNorm too. They agree without BatchNorm.
+
+Shapes: the values of a parameter are `(group, out, in, *taps)`, as `Edges.view` shows it; unit vectors are `(H + 1,)`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gspace.balance import balanced_log_scales
+from gspace.base import Reference, on_skeleton
+from gspace.graph import Analysis, Edges, analyze
+from gspace.skeleton import Skeleton, build_skeleton, path_products, skeleton_values
+from gspace.step import Layer, allocate_skeleton, allocate_weights, plan
+
+View = Literal["transparent", "exact"]
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A skeleton and the reference its path products are measured in.
+
+    Attributes:
+        skeleton: The skeleton weights.
+        layers: The parameters that touch a unit, on their device.
+        others: Names of the trainable parameters that touch none.
+        reference_in, reference_out: log|·| and sign of I_ref and O_ref, `(H + 1,)`.
+        roots: Units whose incoming skeleton weight is trained, `(roots,)`.
+    """
+
+    skeleton: Skeleton
+    layers: tuple[Layer, ...]
+    others: tuple[str, ...]
+    reference_in: tuple[Tensor, Tensor]
+    reference_out: tuple[Tensor, Tensor]
+    roots: Tensor
+
+
+@dataclass(frozen=True)
+class PathValues:
+    """The basis paths of a network.
+
+    Attributes:
+        edges: Values of the non-skeleton paths by parameter, 0 at entries on the skeleton.
+        roots: Values of the trained skeleton paths, `(roots,)`.
+    """
+
+    edges: Mapping[str, Tensor]
+    roots: Tensor
+
+    def vector(self) -> Tensor:
+        """All of them, flat (with a 0 for every skeleton entry)."""
+        return torch.cat([*(v.reshape(-1) for v in self.edges.values()), self.roots])
+
+
+def coordinates(
+    model: nn.Module,
+    *,
+    reference: Reference | None = None,
+    view: View = "transparent",
+    analysis: Analysis | None = None,
+    **options: Any,
+) -> Coordinates:
+    """The coordinates that `GSGD(model, reference=…)` would use, or those of the exact view.
+
+    Args:
+        reference: "one", the paper's v; "balanced", measured in the balanced representative of the model as it is now;
+            None: "one" if the model is on the skeleton.
+        view: See above.
+        analysis: The result of `analyze(model)`; otherwise `options` (`example_input`, `residual`, `pin`) are for it.
+    """
+    found = analysis if analysis is not None else analyze(model, **options)
+    if view == "exact":
+        found = replace(found, transparent=tuple(_exact(e, found.H) for e in found.edges), H_paper=found.H)
+    if reference is None:
+        reference = "one" if on_skeleton(model, found) else "balanced"
+    skeleton = build_skeleton(model, found, choice="aligned" if reference == "one" else "pivoted")
+    weights = dict(model.named_parameters())
+    into, out = skeleton_values(skeleton, weights)
+    (log_in, sign_in), (log_out, sign_out) = path_products(into, skeleton.parent), path_products(out, skeleton.child)
+    if reference == "one":
+        zero, one = torch.zeros_like(log_in), torch.ones_like(sign_in)
+        log_in = log_out = zero
+        sign_in = sign_out = one
+    else:
+        shift = balanced_log_scales(skeleton.edges, weights, skeleton.H + 1)
+        log_in, log_out = log_in + shift, log_out - shift
+    layers = tuple(plan(skeleton, weights))
+    inside = {layer.edges.name for layer in layers}
+    others = tuple(name for name, p in weights.items() if p.requires_grad and name not in inside)
+    is_root = skeleton.root == torch.arange(skeleton.H + 1)
+    is_root[0] = False
+    return Coordinates(
+        skeleton, layers, others, (log_in, sign_in), (log_out, sign_out), is_root.nonzero()[:, 0].to(log_in.device)
+    )
+
+
+def _exact(e: Edges, H: int) -> Edges:
+    return replace(e, head=e.head * (e.head <= H), tail=e.tail * (e.tail <= H))
+
+
+def _products(at: Coordinates, weights: Mapping[str, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """log|·| and sign of Ĩ and Õ, `(H + 1,)` float64, differentiable in the skeleton weights."""
+    device = at.reference_in[0].device
+    trained, free = (torch.ones(at.skeleton.H + 1, dtype=torch.float64, device=device) for _ in range(2))
+    for layer in at.layers:
+        value = weights[layer.edges.name][layer.entries].to(device, torch.float64)
+        root, out = layer.root.to(device), layer.free.to(device)
+        trained = trained.index_put((root[root > 0],), value[root > 0])
+        free = free.index_put((out[out > 0],), value[out > 0])
+    parent, child = at.skeleton.parent.to(device), at.skeleton.child.to(device)
+    is_root = torch.zeros_like(trained, dtype=torch.bool)
+    is_root[at.roots] = True
+    into = torch.where(is_root, trained, free[parent])  # what is no root is entered by the free weight of its parent
+    result = []
+    for value, following, (log, sign) in ((into, parent, at.reference_in), (free, child, at.reference_out)):
+        products, signs = path_products(value, following)
+        result.append((products - log, signs * sign))
+    return result[0], result[1]
+
+
+def _factor(layer: Layer, view: Tensor, into: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor]) -> Tensor:
+    """Ĩ(tail)·Õ(head), to broadcast against the view; one exponential, so neither of the two can overflow alone."""
+    device = view.device
+    (log_in, sign_in), (log_out, sign_out) = (tuple(t.to(device) for t in pair) for pair in (into, out))
+    size = (layer.columns(log_in, view) + layer.rows(log_out, view)).exp()
+    return size * layer.columns(sign_in, view) * layer.rows(sign_out, view)
+
+
+def off_skeleton(layer: Layer, weight: Tensor) -> Tensor:
+    """1 off the skeleton, 0 on it, as the view."""
+    mask = torch.ones_like(weight, requires_grad=False)
+    mask[layer.entries] = 0
+    return layer.edges.view(mask)
+
+
+def path_values(at: Coordinates, weights: Mapping[str, Tensor]) -> PathValues:
+    """The values of the basis paths; differentiable in `weights`, which are by parameter name."""
+    into, out = _products(at, weights)
+    edges: dict[str, Tensor] = {}
+    for layer in at.layers:
+        weight = weights[layer.edges.name]
+        view = layer.edges.view(weight)
+        edges[layer.edges.name] = view * _factor(layer, view, into, out) * off_skeleton(layer, weight.detach())
+    edges |= {name: weights[name] for name in at.others}
+    return PathValues(edges, (into[1] * out[1] * (into[0] + out[0]).exp())[at.roots])
+
+
+def displaced(at: Coordinates, weights: Mapping[str, Tensor], change: PathValues) -> dict[str, Tensor]:
+    """The weights whose path values are v + change, free skeleton weights fixed (Weight-Allocation).
+
+    Differentiable in `change`.
+    """
+    into, out = _products(at, weights)
+    value = (into[1] * out[1] * (into[0] + out[0]).exp())[at.roots]
+    ratio = torch.ones_like(into[0]).index_put((at.roots,), 1 + change.roots.to(value) / value)
+    every = ratio[at.skeleton.root.to(ratio.device)]
+    spread = torch.ones_like(every)
+    result = {name: weights[name] + change.edges[name] for name in at.others}
+    for layer in at.layers:
+        weight = weights[layer.edges.name]
+        view = layer.edges.view(weight)
+        here, ones = every.to(weight.device), spread.to(weight.device)
+        inverse = 1 / _factor(layer, view, into, out)
+        full = torch.zeros_like(weight)
+        moved = allocate_weights(layer, view, -change.edges[layer.edges.name], inverse, here, ones, 1)
+        layer.edges.view(full).copy_(moved)
+        entries = allocate_skeleton(layer, weight[layer.entries], here, ones)
+        result[layer.edges.name] = full.index_put(layer.entries, entries)
+    return result
+
+
+def unflatten(vector: Tensor, like: PathValues) -> PathValues:
+    """The inverse of `PathValues.vector`."""
+    shapes = [v.shape for v in like.edges.values()]
+    parts: Sequence[Tensor] = vector.split([*(s.numel() for s in shapes), len(like.roots)])
+    named = zip(like.edges, parts, shapes, strict=False)  # the last part are the roots
+    return PathValues({name: part.reshape(s).to(like.edges[name]) for name, part, s in named}, parts[-1])

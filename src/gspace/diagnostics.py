@@ -1,0 +1,257 @@
+"""Looking at a training through its symmetry: invariance of an optimizer, balance of units, distance, path ratios.
+
+Everything here except the balance is the same for w and g_c(w). The balance ‖incoming‖² − ‖outgoing‖² of a unit is the
+coordinate along the orbit itself: gradient flow conserves it, so its drift measures what finite steps (and momentum,
+decay, noise) add.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gspace.balance import squares
+from gspace.coordinates import Coordinates, coordinates, path_values
+from gspace.graph import Analysis, analyze
+from gspace.scaling import Scales, random_scales, rescale_
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Loss = Callable[[Any, Any], Tensor]
+
+
+# Invariance of an optimizer ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InvarianceGap:
+    """w and g_c(w), trained side by side.
+
+    Attributes:
+        gaps: max |f(w) − f(g_c w)| / max |f(w)| on the first batch, before training and after every step; NaN once
+            either network is not finite.
+        moved: The same between f(w) at the end and at the start. Without it a gap of 0 would say little.
+        losses: Training loss of w at every step.
+    """
+
+    gaps: tuple[float, ...]
+    moved: float
+    losses: tuple[float, ...]
+
+    @property
+    def final(self) -> float:
+        return self.gaps[-1]
+
+    def __str__(self) -> str:
+        return f"gap {self.final:.2g} after {len(self.losses)} steps (start {self.gaps[0]:.2g}, moved {self.moved:.2g})"
+
+
+@dataclass(frozen=True)
+class InvarianceTable:
+    """Invariance gaps of several optimizers on one network."""
+
+    rows: Mapping[str, InvarianceGap]
+
+    def __str__(self) -> str:
+        """A Markdown table."""
+        head = (
+            "| optimizer | gap after 1 step | after all steps | function moved | loss, first → last |\n"
+            + "|---" * 5
+            + "|"
+        )
+        rows = (
+            f"| {name} | {g.gaps[1]:.1e} | {g.final:.1e} | {g.moved:.2g} | {g.losses[0]:.3g} → {g.losses[-1]:.3g} |"
+            for name, g in self.rows.items()
+        )
+        return "\n".join([head, *rows])
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / a.abs().max())
+
+
+def _evaluated(model: nn.Module, inputs: Any) -> Tensor:
+    training = {m: m.training for m in model.modules()}
+    try:
+        with torch.no_grad():
+            return model.eval()(inputs)
+    finally:
+        for m, mode in training.items():
+            m.training = mode
+
+
+def invariance_gap(
+    make_optimizer: MakeOptimizer,
+    model: nn.Module,
+    batches: Iterable[tuple[Any, Any]],
+    scales: Scales | Tensor | None = None,
+    *,
+    loss: Loss = F.cross_entropy,
+    generator: torch.Generator | None = None,
+    analysis: Analysis | None = None,
+    **options: Any,
+) -> InvarianceGap:
+    """Trains a copy of `model` and a rescaled copy alike, on the same batches, and reports how far they part.
+
+    The two are one function at the start. An optimizer that moves in G-space keeps them so, to rounding.
+
+    Args:
+        make_optimizer: Makes an optimizer for a model, for example `lambda model: gspace.GSGD(model, lr=0.1)`.
+        model: It is left as it is.
+        batches: Pairs (inputs, targets), one step each.
+        scales: The rescaling; by default e^N(0, 1) for every unit, drawn from `generator`.
+        loss: Of (outputs, targets).
+        analysis: The result of `analyze(model)`; otherwise `options` (`example_input`, `residual`, `pin`) are for it.
+    """
+    found = analysis if analysis is not None else analyze(model, **options)
+    plain, scaled = copy.deepcopy(model), copy.deepcopy(model)
+    rescale_(scaled, random_scales(model, generator, analysis=found) if scales is None else scales, analysis=found)
+    pair = [(m, make_optimizer(m)) for m in (plain, scaled)]
+    data = list(batches)
+    if not data:
+        raise ValueError("invariance_gap needs at least one batch")
+    probe = data[0][0]
+    start = _evaluated(plain, probe)
+    gaps, losses = [_gap(start, _evaluated(scaled, probe))], []
+    seed = int(torch.randint(2**31, (), generator=generator))
+    for step, (inputs, targets) in enumerate(data):
+        for m, optimizer in pair:
+            torch.manual_seed(seed + step)  # dropout must not tell the two apart
+            optimizer.zero_grad()
+            value = loss(m(inputs), targets)
+            value.backward()
+            optimizer.step()
+            if m is plain:
+                losses.append(float(value.detach()))
+        gaps.append(_gap(_evaluated(plain, probe), _evaluated(scaled, probe)))
+    return InvarianceGap(tuple(gaps), _gap(start, _evaluated(plain, probe)), tuple(losses))
+
+
+def compare_invariance(
+    optimizers: Mapping[str, MakeOptimizer],
+    model: nn.Module,
+    batches: Iterable[tuple[Any, Any]],
+    scales: Scales | Tensor | None = None,
+    *,
+    generator: torch.Generator | None = None,
+    analysis: Analysis | None = None,
+    loss: Loss = F.cross_entropy,
+    **options: Any,
+) -> InvarianceTable:
+    """`invariance_gap` of several optimizers, with the same scales and batches; prints as a table."""
+    found = analysis if analysis is not None else analyze(model, **options)
+    scales = random_scales(model, generator, analysis=found) if scales is None else scales
+    data = list(batches)
+    return InvarianceTable(
+        {
+            name: invariance_gap(make, model, data, scales, loss=loss, analysis=found)
+            for name, make in optimizers.items()
+        }
+    )
+
+
+# Balance -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How a network's weights are shared between the two sides of its units.
+
+    Attributes:
+        incoming: ‖weights into u‖², `(H,)`.
+        outgoing: ‖weights out of u‖², `(H,)`.
+    """
+
+    incoming: Tensor
+    outgoing: Tensor
+
+    @property
+    def difference(self) -> Tensor:
+        """‖incoming‖² − ‖outgoing‖², `(H,)`: constant along gradient flow."""
+        return self.incoming - self.outgoing
+
+    def drift(self, earlier: "Balance") -> Tensor:
+        """How far the difference has moved since `earlier`, as a share of what the unit weighed then, `(H,)`."""
+        return (self.difference - earlier.difference).abs() / (earlier.incoming + earlier.outgoing)
+
+
+def balancedness(model: nn.Module, *, analysis: Analysis | None = None, **options: Any) -> Balance:
+    """‖incoming‖² and ‖outgoing‖² of every exact unit.
+
+    Scale invariance, f(g_c w) = f(w), gives Σ_in w·g = Σ_out w·g at every unit for every loss, hence
+    d/dt(‖incoming‖² − ‖outgoing‖²) = 0 under dw/dt = −g.
+    """
+    found = analysis if analysis is not None else analyze(model, **options)
+    n = 1 + found.H + found.H_absorbed
+    incoming, outgoing = (torch.zeros(n, dtype=torch.float64) for _ in range(2))
+    for e, square in zip(found.edges, squares(found.edges, dict(model.named_parameters())), strict=True):
+        incoming.index_add_(0, e.head.reshape(-1), square.sum(2).reshape(-1).cpu())
+        outgoing.index_add_(0, e.tail.reshape(-1), square.sum(1).reshape(-1).cpu())
+    return Balance(incoming[1 : 1 + found.H], outgoing[1 : 1 + found.H])
+
+
+# Distance and ratios -------------------------------------------------------------------------------------------------
+
+
+def distance(model_a: nn.Module, model_b: nn.Module, *, at: Coordinates | None = None, **options: Any) -> float:
+    """‖v(a) − v(b)‖₂ over all basis paths: how far apart two networks are in G-space.
+
+    Measured in the exact coordinates of `model_a` (skeleton pivoted in its balanced representative, path products in
+    units of that representative), so that it does not change when either network is rescaled, and is 0 exactly where
+    they are equivalent. Along a training, pass the first network as `model_a`, or its coordinates.
+
+    Args:
+        at: Coordinates to measure in; otherwise `options` are for `coordinates`.
+    """
+    at = at if at is not None else coordinates(model_a, **{"reference": "balanced", "view": "exact", **options})
+    with torch.no_grad():
+        a, b = (path_values(at, dict(m.named_parameters())).vector().double() for m in (model_a, model_b))
+    return float((a - b).norm())
+
+
+@dataclass
+class RatioStatistics:
+    """Path ratios of a training by any optimizer: R(r) = v_r after / v_r before, for every trained skeleton path.
+
+    Make it before training and call `update()` after each step. Both R and the values are the same for w and g_c(w).
+
+    Attributes:
+        model: The model that is trained.
+        at: Its coordinates at the start.
+        history: One row per update: smallest, median and largest R, smallest and largest |v_r|.
+    """
+
+    model: nn.Module
+    at: Coordinates
+    history: list[tuple[float, float, float, float, float]] = field(default_factory=list)
+
+    @staticmethod
+    def of(model: nn.Module, **options: Any) -> "RatioStatistics":
+        """For a model in its exact coordinates; `options` are for `coordinates`."""
+        return RatioStatistics(model, coordinates(model, **{"reference": "balanced", "view": "exact", **options}))
+
+    def __post_init__(self) -> None:
+        self._before = self._values()
+        if not len(self._before):
+            raise ValueError("the model has no trained skeleton path: nothing in it can be rescaled")
+
+    def _values(self) -> Tensor:
+        with torch.no_grad():
+            return path_values(self.at, dict(self.model.named_parameters())).roots
+
+    def update(self) -> Tensor:
+        """Takes the ratios since the last call, `(roots,)`."""
+        now = self._values()
+        ratio, size = now / self._before, now.abs()
+        self._before = now
+        row = (ratio.min(), ratio.median(), ratio.max(), size.min(), size.max())
+        self.history.append(tuple(float(x) for x in row))  # type: ignore[arg-type]
+        return ratio
+
+    def __str__(self) -> str:
+        lines = ["step  R min     R median  R max     |v| min   |v| max"]
+        lines += [f"{k + 1:4d}  " + "  ".join(f"{x:<8.4g}" for x in row) for k, row in enumerate(self.history)]
+        return "\n".join(lines)

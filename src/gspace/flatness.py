@@ -1,0 +1,99 @@
+"""PSI-flatness: how much the loss changes when the values of the basis paths are perturbed.
+
+Flatness in weight space can be made anything by rescaling a network (Dinh et al. 2017). Path values do not change under
+rescaling, so neither does this. The perturbation Δ of v is bounded entry by entry,
+
+    |Δ| ≤ radius ("absolute")   or   |Δ| ≤ radius·|v| ("relative"),
+
+drawn at random, or the worst one to first order, Δ = bound · sign(∂ℓ/∂v).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gspace.coordinates import Coordinates, PathValues, coordinates, displaced, off_skeleton, path_values, unflatten
+
+
+@dataclass(frozen=True)
+class Flatness:
+    """Loss changes under perturbations of v.
+
+    Attributes:
+        loss: Without one.
+        random: Change for each random perturbation, `(samples,)`.
+        adversarial: Change for the worst perturbation to first order.
+        radius: Bound of the perturbations.
+    """
+
+    loss: float
+    random: Tensor
+    adversarial: float
+    radius: float
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.4g}; within {self.radius:g} of v: random {float(self.random.mean()):+.3g} "
+            f"(worst of {len(self.random)}: {float(self.random.max()):+.3g}), adversarial {self.adversarial:+.3g}"
+        )
+
+
+def psi_flatness(
+    model: nn.Module,
+    inputs: Any,
+    targets: Any,
+    *,
+    radius: float = 0.05,
+    bound: Literal["absolute", "relative"] = "absolute",
+    samples: int = 8,
+    loss: Callable[[Any, Any], Tensor] = F.cross_entropy,
+    generator: torch.Generator | None = None,
+    at: Coordinates | None = None,
+    **options: Any,
+) -> Flatness:
+    """Loss changes of `model` on one batch under perturbations of its path values. The model is left as it is.
+
+    Args:
+        radius: Bound of the perturbation; below 1 if relative, below every skeleton path's |v| if absolute.
+        bound: "absolute" or "relative".
+        samples: Number of random perturbations, uniform within the bound.
+        loss: Of (outputs, targets); outputs in the model's current mode.
+        at: Coordinates; otherwise `options` are for `coordinates` (exact view, balanced reference).
+    """
+    if bound not in ("absolute", "relative"):
+        raise ValueError(f"bound must be 'absolute' or 'relative', got {bound!r}")
+    at = at if at is not None else coordinates(model, **{"reference": "balanced", "view": "exact", **options})
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    values = path_values(at, weights)
+    v = values.vector()
+    limit = radius * (torch.ones_like(v) if bound == "absolute" else v.abs())
+    limit = torch.where(_is_path(at, weights, values), limit, 0)
+    if not radius > 0 or bool((limit[len(v) - len(values.roots) :] >= values.roots.abs()).any()):
+        raise ValueError(f"radius must be positive and keep every skeleton path from 0, got {radius} ({bound})")
+
+    def loss_at(change: Tensor) -> Tensor:
+        # Copies of the buffers: a BatchNorm in training mode would update its statistics.
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        state = {**displaced(at, weights, unflatten(change, values)), **buffers}
+        return loss(torch.func.functional_call(model, state, (inputs,)), targets)
+
+    zero = torch.zeros_like(v, requires_grad=True)
+    base = loss_at(zero)
+    (path_grad,) = torch.autograd.grad(base, zero)
+    with torch.no_grad():
+        start = base.detach()
+        draws = [2 * torch.rand(v.shape, generator=generator, dtype=torch.float64) - 1 for _ in range(samples)]
+        random = torch.stack([loss_at(limit * draw.to(limit)) - start for draw in draws])
+        adversarial = float(loss_at(limit * path_grad.sign()) - start)
+    return Flatness(float(start), random.double().cpu(), adversarial, radius)
+
+
+def _is_path(at: Coordinates, weights: Mapping[str, Tensor], values: PathValues) -> Tensor:
+    """True where an entry of `PathValues.vector` is a path, False where it stands for a skeleton weight."""
+    mask = {name: torch.ones_like(v) for name, v in values.edges.items()}
+    mask |= {layer.edges.name: off_skeleton(layer, weights[layer.edges.name]) for layer in at.layers}
+    return PathValues(mask, torch.ones_like(values.roots)).vector() > 0

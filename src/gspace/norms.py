@@ -1,0 +1,167 @@
+"""Norms of a network that no rescaling changes: over all paths, and over basis paths; and the penalty made of them.
+
+    path norm             φ_p = (Σ_paths |v|^p)^(1/p)                          (Neyshabur et al. 2015)
+    basis-path norm       φ_∞ = max(|v_e|, |log |v_r||)                         (Zheng et al. 2019)
+
+v_e runs over the basis paths with a non-skeleton weight, v_r over the trained skeleton paths. Those divide other paths,
+so they must be neither large nor small. All are computed in log space and are differentiable.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from gspace.base import Reference
+from gspace.coordinates import Coordinates, PathValues, coordinates, path_values
+from gspace.pathsum import PathGraph, path_graph
+from gspace.trace import Inputs
+
+Mode = Literal["released", "sup"]
+
+
+@dataclass(frozen=True)
+class PathNorm:
+    """A path norm, known by its logarithm: at 250 layers the value itself leaves the range of float32.
+
+    Attributes:
+        log: log φ_p, a scalar; differentiable.
+        p: The exponent.
+    """
+
+    log: Tensor
+    p: float
+
+    @property
+    def value(self) -> Tensor:
+        """φ_p, infinite where it does not fit the dtype."""
+        return self.log.exp()
+
+    def __float__(self) -> float:
+        return float(self.value.detach())
+
+
+def path_norm(
+    model: nn.Module, p: float = 2, *, example_input: Inputs | None = None, graph: PathGraph | None = None
+) -> PathNorm:
+    """φ_p of `model` in evaluation mode, by one forward pass of one sample (`pathsum.py` says what counts as a path).
+
+    Args:
+        model: Any module whose operations are positively homogeneous.
+        p: At least 1.
+        example_input: A batch the model accepts, for the size of a sample; not needed where a linear layer comes first.
+        graph: The result of `path_graph(model)`, to save tracing when called at every step.
+
+    Raises:
+        PathError: An operation has no path sum (ReLU6, softmax, a product of activations …), or the size is not known.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
+    >>> with torch.no_grad():
+    ...     _ = [w.fill_(-3.0) for w in net.parameters()]
+    >>> norm = path_norm(net, p=1)  # four paths of value 9
+    >>> round(float(norm), 4)
+    36.0
+    """
+    if not p >= 1:
+        raise ValueError(f"p must be at least 1, got {p}")
+    total = (graph if graph is not None else path_graph(model, example_input)).sum(p)
+    return PathNorm((total.values.log() + total.exponent * math.log(2)) / p, p)
+
+
+def _norm_of(values: PathValues, order: float) -> Tensor:
+    """The norm of order s of (v_e, log|v_r|); scaled by its largest entry, so that no power overflows."""
+    entries = torch.cat([*(v.reshape(-1).double() for v in values.edges.values()), values.roots.abs().log()]).abs()
+    largest = entries.amax()
+    if order == math.inf or float(largest.detach()) == 0:
+        return largest
+    scale = largest.detach()
+    return scale * (entries / scale).pow(order).sum().pow(1 / order)
+
+
+def basis_path_norm(
+    model: nn.Module,
+    order: float = math.inf,
+    *,
+    at: Coordinates | None = None,
+    reference: Reference | None = None,
+    **options: Any,
+) -> Tensor:
+    """φ_s, the norm of order s of (v_e, log|v_r|) over the basis paths; s = ∞ is the basis-path norm.
+
+    Args:
+        order: s; every finite one is a smooth bound of the maximum from above.
+        at: Coordinates of an earlier state of the model; otherwise `reference` and `options` are for `coordinates`.
+    """
+    if not order >= 1:
+        raise ValueError(f"order must be at least 1, got {order}")
+    at = at if at is not None else coordinates(model, reference=reference, **options)
+    return _norm_of(path_values(at, dict(model.named_parameters())), order)
+
+
+class BasisPathPenalty:
+    """A term for the loss: `loss = criterion(model(x), y) + penalty(model)`, with any optimizer.
+
+    "released": ½λ Σ v_e² over the basis paths with a non-skeleton weight, as in the authors' code. With GSGD it takes
+    the step that `weight_decay=λ` takes: its gradient in v is λ·v_e, and 0 for skeleton paths.
+
+    "sup": ½λ φ_s², the smooth bound of order s of the basis-path norm (`order`, 8 by default). It also holds the
+    trained skeleton paths near ±1.
+
+    The coordinates are fixed at the first call with a model, as GSGD fixes them when it is made: call it, or build the
+    penalty's coordinates with `at=`, before training.
+
+    Args:
+        weight: λ.
+        mode: "released" or "sup".
+        order: s of "sup".
+        at: Coordinates to use.
+        reference, options: For `coordinates`, otherwise.
+    """
+
+    def __init__(
+        self,
+        weight: float,
+        mode: Mode = "released",
+        *,
+        order: float = 8,
+        at: Coordinates | None = None,
+        reference: Reference | None = None,
+        **options: Any,
+    ) -> None:
+        if mode not in _PENALTIES:
+            raise ValueError(f"mode must be one of {', '.join(map(repr, _PENALTIES))}, got {mode!r}")
+        if not weight >= 0 or not 1 < order < math.inf:
+            raise ValueError(f"weight must not be negative and order lie between 1 and ∞, got {weight} and {order}")
+        self.weight, self.mode, self.order = weight, mode, order
+        self._at, self._options = at, {"reference": reference, **options}
+        self._coordinates: WeakKeyDictionary[nn.Module, Coordinates] = WeakKeyDictionary()
+
+    def coordinates(self, model: nn.Module) -> Coordinates:
+        """The coordinates used for `model`."""
+        if self._at is not None:
+            return self._at
+        if model not in self._coordinates:
+            self._coordinates[model] = coordinates(model, **self._options)
+        return self._coordinates[model]
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        return self.of(path_values(self.coordinates(model), dict(model.named_parameters())))
+
+    def of(self, values: PathValues) -> Tensor:
+        """The penalty as a function of path values."""
+        return self.weight / 2 * _PENALTIES[self.mode](values, self.order)
+
+
+def _released(values: PathValues, order: float) -> Tensor:
+    return torch.stack([v.square().sum() for v in values.edges.values()]).sum()
+
+
+def _sup(values: PathValues, order: float) -> Tensor:
+    return _norm_of(values, order).square()
+
+
+_PENALTIES: Mapping[str, Any] = {"released": _released, "sup": _sup}

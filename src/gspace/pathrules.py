@@ -1,0 +1,358 @@
+"""What each operation does to a sum over paths: one rule per operation, under the names of `operations.FUNCTIONS`.
+
+Every parameter w becomes |w|^p, and every operation the sum of the paths that run through it. Nothing is negative, so
+a ReLU passes all of it. An operation with fixed coefficients a (average pooling, interpolation, a constant factor) is
+made of edges of weight a, which enter as |a|^p. One that picks one of several values (max pooling, `maximum`) has a
+path from each of them, so it sums. BatchNorm is the affine map of evaluation mode, γ/σ·(x − mean) + β, and has the
+three edges it is written with: −mean (fixed, from ground), γ/σ and β (from ground). A leaky slope a counts as
+max(1, |a|), a token as the sum of all tokens. All of this commutes with rescaling. What is not positively homogeneous
+is refused.
+
+Numbers: a `Power` is values · 2^exponent with one exponent per tensor, renormalized behind every layer, so that any
+depth fits into float32. The exponent is a constant to autograd, which is right: the product does not depend on it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspace.layers import NOT_HOMOGENEOUS, flatten_arguments
+from gspace.operations import COPIES, LIKE, POINTWISE
+
+
+class PathError(ValueError):
+    """A network has no path sum, or its input is not known; the message names the place and the way out."""
+
+
+@dataclass(frozen=True)
+class Power:
+    """|t|^p of a tensor, or a sum of such: values · 2^exponent, nowhere negative.
+
+    Attributes:
+        values: Any shape, largest entry near 1.
+        exponent: A scalar.
+        activation: Depends on the input of the network; otherwise it is a parameter, moved about.
+    """
+
+    values: Tensor
+    exponent: Tensor
+    activation: bool = True
+
+    def renormalized(self) -> "Power":
+        """The same number with its largest entry in [½, 1)."""
+        shift = _exponent(self.values)
+        return replace(self, values=torch.ldexp(self.values, -shift), exponent=self.exponent + shift)
+
+    def at(self, exponent: Tensor) -> Tensor:
+        """The values that go with another exponent."""
+        return torch.ldexp(self.values, self.exponent - exponent)
+
+
+def _exponent(values: Tensor) -> Tensor:
+    if not values.numel():
+        return values.new_zeros(())
+    return torch.frexp(values.detach().amax()).exponent.to(values.dtype).clamp(min=-100)
+
+
+def power(tensor: Tensor, p: float) -> Power:
+    """|t|^p, scaled before it is raised: squares of float32 weights neither overflow nor vanish."""
+    size = tensor.abs()
+    shift = _exponent(size)
+    return Power(torch.ldexp(size, -shift).pow(p), p * shift, activation=False)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of the graph, about to be summed over paths.
+
+    Attributes:
+        p: The exponent.
+        name: Its canonical name, as in `operations.FUNCTIONS`.
+        where: The node or module path that a refusal names.
+        run: The operation itself.
+        raised: Raises a constant (tensor or number) to |·|^p.
+    """
+
+    p: float
+    name: str
+    where: str
+    run: Callable[..., Any]
+    raised: Callable[[Any], Power]
+
+    def refuse(self, reason: str) -> PathError:
+        return PathError(
+            f"no sum over paths: {self.where} ({self.name}): {reason}.\n"
+            "Only positively homogeneous operations pass values along paths: replace this one, or measure the parts "
+            "before and behind it."
+        )
+
+
+Rule = Callable[..., Any]
+
+
+def common(*powers: Power) -> Tensor:
+    return torch.stack([x.exponent for x in powers]).amax()
+
+
+def _wrapped(values: Any, exponent: Tensor, activation: bool) -> Any:
+    if isinstance(values, Tensor):
+        return Power(values, exponent, activation)
+    return type(values)([_wrapped(v, exponent, activation) for v in values])
+
+
+def same(call: Call, x: Any, *args: Any, **kwargs: Any) -> Power:
+    """ReLU, abs, dropout …: nothing is negative, all of it passes."""
+    if not x.activation:
+        raise call.refuse("applied to a parameter")
+    return x
+
+
+def copied(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
+    return x
+
+
+def moved(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Moves, copies, joins or adds up entries: the operation itself, on values with one exponent."""
+    powers = [x for x in flatten_arguments([args, kwargs]) if isinstance(x, Power)]
+    exponent = common(*powers)
+    plain_args, plain_kwargs = replaced((args, kwargs), lambda x: x.at(exponent))
+    return _wrapped(call.run(*plain_args, **plain_kwargs), exponent, any(x.activation for x in powers))
+
+
+def read(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Sizes, `zeros_like` …: what does not depend on the values."""
+    plain_args, plain_kwargs = replaced((args, kwargs), lambda x: x.values)
+    return call.run(*plain_args, **plain_kwargs)
+
+
+def attribute(call: Call, x: Power, name: str) -> Any:
+    return moved(call, x, name) if name in ("T", "mT") else read(call, x, name) if name != "data" else x
+
+
+def add(call: Call, x: Any, y: Any, alpha: Any = 1, **kwargs: Any) -> Any:
+    x, y = call.raised(x), call.raised(y)
+    y = y if alpha == 1 else product(call, y, alpha)
+    exponent = common(x, y)
+    return Power(x.at(exponent) + y.at(exponent), exponent, x.activation or y.activation).renormalized()
+
+
+def product(call: Call, x: Any, y: Any, *args: Any, **kwargs: Any) -> Power:
+    x, y = call.raised(x), call.raised(y)
+    if x.activation and y.activation:
+        raise call.refuse("it multiplies two activations")
+    return Power(x.values * y.values, x.exponent + y.exponent, x.activation or y.activation).renormalized()
+
+
+def divide(call: Call, x: Any, y: Any, *args: Any, **kwargs: Any) -> Power:
+    if isinstance(y, Power) or kwargs.get("rounding_mode") is not None:
+        raise call.refuse("it divides by an activation or a parameter")
+    return product(call, x, 1 / y)
+
+
+def matmul(call: Call, x: Any, y: Any) -> Power:
+    x, y = call.raised(x), call.raised(y)
+    if x.activation and y.activation:
+        raise call.refuse("it multiplies two activations")
+    return Power(x.values @ y.values, x.exponent + y.exponent, x.activation or y.activation).renormalized()
+
+
+def weighted(call: Call, x: Power, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Power:
+    """Linear layers and convolutions; a bias is an edge from ground, which carries 1."""
+    weight = call.raised(weight)
+    if not x.activation or weight.activation:
+        raise call.refuse("its weight is an activation")
+    exponent = x.exponent + weight.exponent
+    if bias is None:
+        return Power(call.run(x.values, weight.values, None, *args, **kwargs), exponent).renormalized()
+    bias = call.raised(bias)
+    common = torch.maximum(exponent, bias.exponent)
+    values = torch.ldexp(x.values, exponent - common)
+    return Power(call.run(values, weight.values, bias.at(common), *args, **kwargs), common).renormalized()
+
+
+def batch_norm(
+    call: Call,
+    x: Power,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *args: Any,
+    **kwargs: Any,
+) -> Power:
+    """(x + |mean|^p)·|γ|^p/σ^p + |β|^p, σ² = running variance + ε."""
+    if training or mean is None or var is None:
+        raise call.refuse("it has no running statistics, so its scale depends on the batch")
+    shape = [1, -1] + [1] * (x.values.dim() - 2)
+
+    def per_channel(t: Any) -> Power:
+        t = call.raised(t)
+        return replace(t, values=t.values.reshape(shape))
+
+    result = add(call, x, per_channel(mean))
+    result = product(call, result, per_channel((var.double() + eps).rsqrt().to(x.values.dtype)))
+    result = result if weight is None else product(call, result, per_channel(weight))
+    return result if bias is None else add(call, result, per_channel(bias))
+
+
+def functional_batch_norm(
+    call: Call,
+    x: Power,
+    mean: Any,
+    var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Power:
+    return batch_norm(call, x, weight, bias, mean, var, training, momentum, eps)
+
+
+def windows(call: Call, x: Power, *args: Any, **kwargs: Any) -> Any:
+    """Pooling and interpolation: Σ_s |a(o, s)|^p·x(s) for the coefficients a of the operation, which is asked for them.
+
+    a factors over the dimensions: a(o, s) = L(1)(o) · Π_i L(δ(s_i))(o)/L(1)(o), with δ(s_i) the indicator of coordinate
+    s_i and L the operation. For a maximum both are indicators of the window, and the sum is over the window.
+    """
+
+    def run(t: Tensor) -> Tensor:
+        y = call.run(t, *args, **kwargs)
+        return y if isinstance(y, Tensor) else y[0]
+
+    values = x.values
+    dims = next((int(c) for c in call.name if c.isdigit()), values.dim() - 2)
+    space = values.shape[-dims:]
+    with torch.no_grad():
+        total = run(values.new_ones(1, 1, *space))
+        factors = []
+        for i, n in enumerate(space):
+            one_hot = torch.eye(n, dtype=values.dtype, device=values.device)
+            one_hot = one_hot.reshape([n, 1] + [n if j == i else 1 for j in range(dims)])
+            share = run(one_hot.expand(n, 1, *space).contiguous()) / total
+            line: list[Any] = [slice(None), 0] + [slice(None) if j == i else 0 for j in range(dims)]
+            factors.append(share[tuple(line)].abs().pow(call.p))
+    for i, factor in enumerate(factors):
+        values = torch.tensordot(values, factor, dims=([i - dims], [0])).movedim(-1, i - dims)
+    result = replace(x, values=values * total.abs().pow(call.p)).renormalized()
+    indices = kwargs.get("return_indices") or call.name.endswith("_with_indices")
+    return (result, None) if indices else result
+
+
+def mean(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
+    """Every entry of n counts with (1/n)^p."""
+    values = call.run(x.values, *args, **kwargs)
+    n = x.values.numel() / values.numel()
+    return replace(x, values=values * n ** (1 - call.p)).renormalized()
+
+
+def total(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
+    return moved(call, x, *args, **kwargs).renormalized()
+
+
+def largest(call: Call, x: Power, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """amax, max …: one path from every entry; of two tensors, from both."""
+    if isinstance(dim, (Power, Tensor)) or "other" in kwargs:
+        return add(call, x, kwargs.get("other", dim))
+    dim = kwargs.get("axis", dim)
+    values = x.values.sum() if dim is None else x.values.sum(dim, keepdim)
+    result = replace(x, values=values).renormalized()
+    return (result, None) if call.name in ("max", "min") and dim is not None else result
+
+
+def leaky(call: Call, x: Power, slope: Any = 0.01, *args: Any, **kwargs: Any) -> Power:
+    """leaky_relu, prelu: the larger of the two slopes, per channel or one for all."""
+    slope = call.raised(kwargs.get("negative_slope", slope))
+    size = slope.at(torch.zeros_like(slope.exponent)).clamp(min=1)
+    if size.numel() > 1:
+        size = size.reshape([1, -1] + [1] * (x.values.dim() - 2))
+    return replace(x, values=x.values * size)
+
+
+def rrelu(call: Call, x: Power, lower: float = 1 / 8, upper: float = 1 / 3, *args: Any) -> Power:
+    """In evaluation mode its slope is the mean of the two."""
+    return leaky(call, x, (lower + upper) / 2)
+
+
+def embedding(call: Call, a: Any, b: Any, *args: Any, max_norm: Any = None, **kwargs: Any) -> Power:
+    """Σ over the vocabulary: an all-ones one-hot vector."""
+    tokens, weight = (a, b) if isinstance(a, Power) and a.activation else (b, a)
+    if max_norm is not None or (isinstance(weight, Power) and weight.activation):
+        raise call.refuse("its rows are renormalized, or are not a parameter")
+    weight = call.raised(weight)
+    rows = weight.values.sum(0)
+    return Power(tokens.values.unsqueeze(-1) * rows, tokens.exponent + weight.exponent).renormalized()
+
+
+def threshold(call: Call, x: Power, threshold: Any, value: Any, *args: Any) -> Power:
+    if threshold != 0 or value != 0:
+        raise call.refuse(NOT_HOMOGENEOUS)
+    return same(call, x)
+
+
+def clamp(call: Call, x: Power, min: Any = None, max: Any = None) -> Power:
+    if any(bound is not None and not (isinstance(bound, (int, float)) and bound == 0) for bound in (min, max)):
+        raise call.refuse(NOT_HOMOGENEOUS)
+    return same(call, x)
+
+
+def pad(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
+    value = kwargs.get(
+        "value", args[2] if len(args) > 2 else args[1] if call.name == "constant_pad_nd" and len(args) > 1 else None
+    )
+    if value not in (None, 0):
+        raise call.refuse("it pads with a constant other than 0")
+    return moved(call, x, *args, **kwargs)
+
+
+_MOVES = (
+    "pixel_shuffle flatten view reshape _unsafe_view permute movedim unsqueeze transpose t swapaxes squeeze expand "
+    "broadcast_to split split_with_sizes chunk unbind select narrow slice getitem cat concat concatenate stack "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d"
+)
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(POINTWISE.split(), same),
+    **dict.fromkeys(COPIES.split(), copied),
+    **dict.fromkeys([*LIKE.split(), "size", "sym_size", "dim"], read),
+    **dict.fromkeys(_MOVES.split(), moved),
+    **dict.fromkeys("add iadd sub isub maximum minimum".split(), add),
+    **dict.fromkeys("mul imul multiply".split(), product),
+    **dict.fromkeys("div truediv itruediv divide".split(), divide),
+    **dict.fromkeys("amax amin max min".split(), largest),
+    **dict.fromkeys("clamp clip clamp_min".split(), clamp),
+    **dict.fromkeys("leaky_relu prelu".split(), leaky),
+    **dict.fromkeys("pad constant_pad_nd".split(), pad),
+    **dict.fromkeys(["linear", *(f"conv{t}{d}d" for d in (1, 2, 3) for t in ("", "_transpose"))], weighted),
+    **{f"{a}{kind}_pool{d}d": windows for d in (1, 2, 3) for kind in ("max", "avg") for a in ("", "adaptive_")},
+    **{f"max_pool{d}d_with_indices": windows for d in (1, 2, 3)},
+    "interpolate": windows,
+    "mean": mean,
+    "sum": total,
+    "matmul": matmul,
+    "embedding": embedding,
+    "batch_norm": batch_norm,
+    "functional_batch_norm": functional_batch_norm,
+    "threshold": threshold,
+    "rrelu": rrelu,
+    "getattr": attribute,
+}
+# It returns a pair, and is in no graph of evaluation mode.
+del RULES["native_dropout"]
+
+
+def replaced(values: Any, plain: Callable[[Power], Tensor]) -> Any:
+    """`values` with every `Power` in nested containers replaced by a plain tensor."""
+    if isinstance(values, Power):
+        return plain(values)
+    if isinstance(values, dict):
+        return {key: replaced(value, plain) for key, value in values.items()}
+    if isinstance(values, (tuple, list)):
+        return type(values)([replaced(value, plain) for value in values])
+    return values

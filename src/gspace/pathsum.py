@@ -1,0 +1,212 @@
+"""Sums over all paths of a network, by one forward pass: Σ_paths |v(path)|^p = Σ_outputs f_{|w|^p}(1).
+
+The graph of the model (`trace.py`) is run on one sample of ones, every operation by its rule in `pathrules.py`. As its
+derivatives are sums over paths too, autograd through this pass gives gradients of path norms and Path-SGD's κ.
+"""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from gspace.layers import NOT_HOMOGENEOUS, flatten_arguments, pinned
+from gspace.operations import FUNCTIONS, MODULES
+from gspace.pathrules import RULES, Call, PathError, Power, common, moved, pad, power, windows
+from gspace.trace import Inputs, Traced, trace, unwrap
+from gspace.walk import canonical
+
+# What the sum over paths needs to know of a module beyond what the rescaling needs.
+_ALSO = {"batch_norm": ("eps",), "leaky_relu": ("negative_slope",), "rrelu": ("lower", "upper")}
+
+
+@dataclass(frozen=True)
+class PathGraph:
+    """A model ready for path sums. Parameters are read from it at every pass, so a graph serves a whole training.
+
+    Attributes:
+        model: The model.
+        traced: Its graph in evaluation mode.
+        shapes: Shapes of the inputs: one, or a tuple or dict of them.
+        samples: How many samples these are.
+    """
+
+    model: nn.Module
+    traced: Traced
+    shapes: Any
+    samples: int
+
+    def sum(self, p: float = 2, powers: Mapping[int, Power] | None = None) -> Power:
+        """Σ_paths |v|^p as a scalar `Power`; `powers` replaces |w|^p by the `id` of a parameter."""
+        return _Pass(self, p, powers or {}).run()
+
+
+def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGraph:
+    """Traces `model` for path sums.
+
+    Args:
+        model: Any module without forward hooks.
+        example_input: A batch the model accepts; only shapes are read. Without one, the model must begin with a linear
+            layer, whose width says what a sample is.
+
+    Raises:
+        PathError: The shape of a sample is not known.
+        TraceError: The forward pass cannot be followed.
+    """
+    for name, m in unwrap(model).named_modules():
+        if m._forward_hooks or m._forward_pre_hooks:
+            raise PathError(f"a forward hook on {name or 'the model'!r} may change anything inside it: remove it first")
+    traced = trace(model, example_input)[-1]  # the last is that of evaluation mode
+    if example_input is None:
+        return PathGraph(model, traced, (_input_shape(traced),), 1)
+    if not isinstance(traced.module, fx.GraphModule):
+        return PathGraph(model, traced, _shapes(example_input, 1), 1)
+    batch = next((x.shape[0] for x in flatten_arguments(example_input) if isinstance(x, Tensor) and x.dim()), 1)
+    return PathGraph(model, traced, _shapes(example_input, None), batch)  # torch.export has fixed the sizes
+
+
+def _shapes(inputs: Any, batch: int | None) -> Any:
+    """The shapes of the tensors in `inputs`, with another batch size."""
+    if isinstance(inputs, Mapping):
+        return {key: _shapes(value, batch) for key, value in inputs.items()}
+    if isinstance(inputs, (tuple, list)):
+        return tuple(_shapes(value, batch) for value in inputs)
+    if not isinstance(inputs, Tensor) or not inputs.dim() or batch is None:
+        return inputs.shape if isinstance(inputs, Tensor) else inputs
+    return torch.Size([batch, *inputs.shape[1:]])
+
+
+def _input_shape(traced: Traced) -> torch.Size:
+    """Width of the linear layer the model begins with."""
+    inputs = [n for n in traced.graph.nodes if n.target is operator.getitem and n.args[0].op == "placeholder"]
+    for node in traced.graph.nodes if len(inputs) < 2 else ():
+        if node.op == "call_module":
+            module = traced.module.get_submodule(str(node.target))
+            if isinstance(module, nn.Linear):
+                return torch.Size([1, module.in_features])
+            if any(True for _ in module.parameters()):
+                break
+    raise PathError(
+        "the sum over paths depends on the size of a sample: pass example_input= (a batch the model accepts)"
+    )
+
+
+class _Pass:
+    def __init__(self, graph: PathGraph, p: float, powers: Mapping[int, Power]) -> None:
+        self.graph, self.p = graph, p
+        self.powers: dict[int, Power] = dict(powers)
+        first = next((t for t in graph.model.parameters() if t.is_floating_point()), torch.zeros(()))
+        self.device = first.device
+        self.dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
+
+    def run(self) -> Power:
+        nodes: dict[fx.Node, Any] = {}
+        supplied = iter(self._inputs())
+        with torch.autocast(self.device.type, enabled=False):
+            for node in self.graph.traced.graph.nodes:
+                nodes[node] = self._node(node, nodes, supplied)
+                if _in_place(node):
+                    nodes[node.all_input_nodes[0]] = nodes[node]
+        outputs = [x for x in flatten_arguments(nodes[node]) if isinstance(x, Power)]
+        if not outputs:
+            raise PathError("no output of the model depends on its input")
+        exponent = common(*outputs)
+        total = torch.stack([x.at(exponent).sum() for x in outputs]).sum()
+        return Power(total / self.graph.samples, exponent).renormalized()
+
+    def _inputs(self) -> list[Any]:
+        """What the placeholders receive: all inputs in one (symbolic trace), or one each (`torch.export`)."""
+
+        def ones(shape: Any) -> Any:
+            if isinstance(shape, torch.Size):
+                one = torch.ones(shape, dtype=self.dtype, device=self.device)
+                return Power(one, one.new_zeros(()))
+            if isinstance(shape, dict):
+                return {key: ones(value) for key, value in shape.items()}
+            return tuple(ones(value) for value in shape) if isinstance(shape, tuple) else shape
+
+        shapes, traced = self.graph.shapes, self.graph.traced
+        inputs = ones((shapes,) if isinstance(shapes, torch.Size) else shapes)
+        supplied = flatten_arguments(inputs) if isinstance(traced.module, fx.GraphModule) else [inputs]
+        if len(supplied) != sum(n.op == "placeholder" and n.name not in traced.tensors for n in traced.graph.nodes):
+            raise PathError("the model makes tensors of its own in forward: register them as buffers")
+        return supplied
+
+    def raised(self, t: Any) -> Power:
+        """A constant as |t|^p; one `Power` per parameter, so that all its uses add up in its gradient."""
+        if isinstance(t, Power):
+            return t
+        if not isinstance(t, Tensor):
+            t = torch.tensor(t, dtype=self.dtype, device=self.device)
+        if not isinstance(t, nn.Parameter):
+            return power(t.to(self.dtype), self.p)
+        if id(t) not in self.powers:
+            self.powers[id(t)] = power(t.to(self.dtype), self.p)
+        return self.powers[id(t)]
+
+    def _constant(self, t: Any) -> Any:
+        return self.raised(t) if isinstance(t, nn.Parameter) else t
+
+    def _node(self, node: fx.Node, nodes: dict[fx.Node, Any], supplied: Any) -> Any:
+        traced = self.graph.traced
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: nodes[n])
+        if node.op == "placeholder":
+            return self._constant(traced.tensors[node.name]) if node.name in traced.tensors else next(supplied)
+        if node.op == "get_attr":
+            owner, _, name = str(node.target).rpartition(".")
+            return self._constant(getattr(traced.module.get_submodule(owner), name))
+        if node.op == "output":
+            return args
+        if node.op == "call_module":
+            return self._module(node, traced.module.get_submodule(str(node.target)), args, kwargs)
+        run = node.target if node.op == "call_function" else lambda x, *a, **k: getattr(x, str(node.target))(*a, **k)
+        if not any(isinstance(x, Power) for x in flatten_arguments([args, kwargs])) or _picks(node, args):
+            return run(*args, **kwargs)  # type: ignore[operator]
+        if "input" in kwargs:
+            args = (kwargs["input"], *args)
+        call = Call(self.p, canonical(node.target), _where(node), run, self.raised)  # type: ignore[arg-type]
+        return self._apply(call, args, {key: value for key, value in kwargs.items() if key != "input"})
+
+    def _module(self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        name, arguments = MODULES.get(type(module), (type(module).__name__, None))
+
+        def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, **held: Any) -> Any:
+            given = {key: t for key, t in (("weight", weight), ("bias", bias)) if t is not None}
+            return torch.func.functional_call(module, given, (x, *args[1:]), kwargs)
+
+        call = Call(self.p, name, _where(node), run, self.raised)
+        if arguments is None:
+            raise call.refuse("no rule is known for it")
+        held = {**arguments(module), **{key: getattr(module, key) for key in _ALSO.get(name, ())}}
+        if RULES.get(name) in (moved, windows, pad):  # the module itself knows its arguments
+            held = {key: value for key, value in held.items() if key in ("value", "return_indices")}
+        return self._apply(call, args[:1], held)
+
+    def _apply(self, call: Call, args: Any, kwargs: Any) -> Any:
+        rule = RULES.get(call.name)
+        if rule is None:
+            raise call.refuse(NOT_HOMOGENEOUS if FUNCTIONS.get(call.name) is pinned else "no rule is known for it")
+        try:
+            return rule(call, *args, **kwargs)
+        except (TypeError, AttributeError, IndexError, KeyError) as error:
+            raise call.refuse(f"called in a way no rule is known for ({error})") from error
+
+
+def _where(node: fx.Node) -> str:
+    """The innermost module a node lies in, and the node."""
+    stack = [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
+    path = str(node.target) if node.op == "call_module" else stack[-1] if stack else ""
+    return repr(path.removeprefix("model").removeprefix(".") or node.name)
+
+
+def _in_place(node: fx.Node) -> bool:
+    """`x.add_(y)`: whoever reads x afterwards reads the result."""
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else node.target
+    return node.op in ("call_method", "call_function") and isinstance(name, str) and name.endswith("_")
+
+
+def _picks(node: fx.Node, args: Any) -> bool:
+    """Indexing a tuple or dict of activations, rather than an activation."""
+    return node.target is operator.getitem and not isinstance(args[0], Power)

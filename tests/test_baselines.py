@@ -1,0 +1,331 @@
+"""Path-SGD: κ against enumeration, its invariance, and what a torch optimizer must do; SGD with the skeleton frozen."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gspace
+import zoo
+from cases import CASES
+from gspace.baselines import FrozenSkeletonSGD, PathSGD, path_kappa
+from gspace.diagnostics import invariance_gap
+from gspace.pathrules import PathError
+from gspace.pathsum import path_graph
+from gspace.skeleton import init_skeleton_
+from invariance import analyze, build, draw_inputs, randomize_
+from test_norms import small
+from unrolled import SMALL, Small, enumerated
+
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    return randomize_(zoo.mlp(5, 7, 6, 4), seed).double()
+
+
+def batches(n: int, *shape: int, classes: int = 4, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = (torch.randn(8, *shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(n))
+    return [(x, torch.randint(classes, (8,), generator=generator)) for x in inputs]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]) -> None:
+    for x, y in data:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+# κ -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_kappa_is_the_sum_over_enumerated_paths(kind: type[Small]) -> None:
+    model = small(kind)
+    kappa = path_kappa(path_graph(model, torch.zeros(2, *kind.shape).double()), list(model.parameters()))
+    expected = enumerated(model, model.unrolled()).kappa()
+    for (name, _), found in zip(model.named_parameters(), kappa, strict=True):
+        assert found is not None
+        torch.testing.assert_close(
+            found, expected[name], rtol=1e-10, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_one_step_is_gradient_over_kappa() -> None:
+    model = mlp()
+    ((x, y),) = batches(1, 5)
+    kappa = path_kappa(path_graph(model), list(model.parameters()))
+    F.cross_entropy(model(x), y).backward()
+    expected = [p - 0.1 * p.grad / k for p, k in zip(model.parameters(), kappa, strict=True)]
+    PathSGD(model, 0.1).step()
+    torch.testing.assert_close(state(model), expected, rtol=1e-12, atol=0)
+
+
+def test_a_network_without_hidden_units_is_trained_by_plain_sgd_bit_for_bit() -> None:
+    models = [nn.Linear(5, 4).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    train(models[0], PathSGD(models[0], 0.1), batches(5, 5))
+    train(models[1], torch.optim.SGD(models[1].parameters(), 0.1), batches(5, 5))
+    for a, b in zip(state(models[0]), state(models[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_weight_on_no_path_stays_and_slopes_move() -> None:
+    model = zoo.prelu_mlp().double()
+    with torch.no_grad():
+        model[2].weight[:, 3] = 0  # unit 3 leads nowhere
+        model[2].weight[2] = 0  # and unit 2 of the next layer gets nothing but its bias
+    before = copy.deepcopy(model)
+    train(model, PathSGD(model, 0.01), batches(1, 5))
+    assert torch.equal(model[0].weight[3], before[0].weight[3])
+    assert bool((model[2].weight[2] != 0).any())  # κ > 0: the paths through these weights have no other zero
+    assert bool((model[1].weight != before[1].weight).any())
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+CASES_BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "mlp-bn", "conv1d", "inception", "residual-tie", "resnet-small-tie", "embedding"]
+)
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"interval": 4}], ids=["plain", "momentum", "interval"])
+def test_the_update_commutes_with_rescaling(name: str, options: dict[str, Any]) -> None:
+    """Twenty steps in float64. SGD beside it shows that the test can fail."""
+    case = CASES_BY_NAME[name]
+    model, analysis = build(case), analyze(case)
+    one = [draw_inputs(case, k, torch.float64) for k in range(20)]
+    width = model(*one[0]).shape[1]
+    generator = torch.Generator().manual_seed(1)
+    data = [(x[0], torch.randint(width, (len(x[0]),), generator=generator)) for x in one]
+
+    def path_sgd(m: nn.Module) -> PathSGD:
+        return PathSGD(m, 2e-3, example_input=one[0], **options)
+
+    gap = invariance_gap(path_sgd, model, data, analysis=analysis, generator=torch.Generator().manual_seed(2))
+    assert gap.final < 1e-6
+    assert gap.moved > 1e-4
+    plain = invariance_gap(
+        lambda m: torch.optim.SGD(m.parameters(), 2e-3),
+        model,
+        data,
+        analysis=analysis,
+        generator=torch.Generator().manual_seed(2),
+    )
+    assert plain.final > 1e-3
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kappa_of_a_deep_network_is_right_in_float32(seed: int) -> None:
+    """Squares of 100 layers reach 1e±30 on the way."""
+    single = randomize_(zoo.mlp(5, *[16] * 100, 4), seed)
+    double = copy.deepcopy(single).double()
+    found, expected = (path_kappa(path_graph(m), list(m.parameters())) for m in (single, double))
+    for k, e in zip(found, expected, strict=True):
+        assert k is not None
+        assert e is not None
+        torch.testing.assert_close(k.double(), e, rtol=1e-4, atol=0)  # 100 layers of float32 roundings
+
+
+def test_what_has_no_path_norm_is_refused_at_construction() -> None:
+    with pytest.raises(PathError, match="relu6"):
+        PathSGD(nn.Sequential(nn.Linear(3, 4), nn.ReLU6(), nn.Linear(4, 2)), 0.1)
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match="the model"):
+        PathSGD(mlp().parameters(), 0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="interval"):
+        PathSGD(mlp(), 0.1, interval=0)
+    with pytest.raises(ValueError, match="learning rate"):
+        PathSGD(mlp(), -0.1)
+
+
+# What every optimizer does -------------------------------------------------------------------------------------------
+
+MAKE: dict[str, Make] = {
+    "PathSGD": lambda model, lr, **options: PathSGD(model, lr, momentum=0.9, interval=3, **options),
+    "FrozenSkeletonSGD": lambda model, lr, **options: FrozenSkeletonSGD(model, lr, momentum=0.9, **options),
+}
+
+
+@pytest.fixture(params=MAKE)
+def make(request: pytest.FixtureRequest) -> Make:
+    return MAKE[request.param]
+
+
+def test_a_saved_state_resumes_bit_for_bit(make: Make) -> None:
+    data = batches(10, 5)
+    straight = mlp()
+    train(straight, make(straight, 0.01), data)
+    first = mlp()
+    optimizer = make(first, 0.01)
+    train(first, optimizer, data[:4])
+    saved = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
+    second = mlp(seed=1)
+    resumed = make(second, 0.5)
+    second.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(second, resumed, data[4:])
+    for a, b in zip(state(straight), state(second), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_deep_copy_goes_on_alone(make: Make) -> None:
+    data = batches(4, 5)
+    model = mlp()
+    optimizer = make(model, 0.01)
+    train(model, optimizer, data[:2])
+    other, its = copy.deepcopy((model, optimizer))
+    train(model, optimizer, data[2:])
+    train(other, its, data[2:])
+    for a, b in zip(state(model), state(other), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_learning_rate_as_a_tensor_and_scheduled(make: Make) -> None:
+    data = batches(6, 5)
+    results = []
+    for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
+        model = mlp()
+        optimizer = make(model, lr)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for batch in data:
+            train(model, optimizer, [batch])
+            schedule.step()
+        results.append(state(model))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-14)
+
+
+def test_groups_use_their_own_learning_rate(make: Make) -> None:
+    model = mlp()
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.0},
+        {"params": [*model[2].parameters(), *model[4].parameters()]},
+    ]
+    before = copy.deepcopy(model)
+    train(model, make(model, 0.01, params=groups), batches(2, 5))
+    assert torch.equal(model[0].weight, before[0].weight)
+    assert not torch.equal(model[4].weight, before[4].weight)
+
+
+def test_frozen_parameters_and_missing_gradients_are_left_alone(make: Make) -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    optimizer = make(model, 0.01)
+    before = copy.deepcopy(model)
+    ((x, y),) = batches(1, 5)
+    F.cross_entropy(model(x), y).backward()
+    model[4].bias.grad = None
+    optimizer.step()
+    assert torch.equal(model[0].weight, before[0].weight)
+    assert torch.equal(model[4].bias, before[4].bias)
+    assert not torch.equal(model[4].weight, before[4].weight)
+
+
+def test_a_closure_is_called_and_its_loss_returned(make: Make) -> None:
+    model = mlp()
+    optimizer = make(model, 0.01)
+    ((x, y),) = batches(1, 5)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    expected = float(F.cross_entropy(model(x), y).detach())
+    assert float(optimizer.step(closure).detach()) == expected
+    assert float(F.cross_entropy(model(x), y).detach()) < expected
+
+
+def test_maximize_ascends(make: Make) -> None:
+    model, other = mlp(), mlp()
+    ((x, y),) = batches(1, 5)
+    for m, sign, optimizer in ((model, 1, make(model, 0.01)), (other, -1, make(other, 0.01, maximize=True))):
+        (sign * F.cross_entropy(m(x), y)).backward()
+        optimizer.step()
+    torch.testing.assert_close(state(model), state(other), rtol=1e-12, atol=0)
+
+
+def test_channels_last_takes_the_same_steps(make: Make) -> None:
+    torch.manual_seed(0)
+    data = batches(3, 3, 8, 8, classes=3)
+    models = [randomize_(zoo.Functional(), 0).double() for _ in range(2)]
+    models[1].to(memory_format=torch.channels_last)
+    for m in models:
+        options = {"example_input": data[0][0]}
+        train(m, make(m, 1e-3, **options), data)
+    torch.testing.assert_close(state(models[0]), state(models[1]), rtol=1e-9, atol=1e-12)
+
+
+def test_under_a_grad_scaler_an_overflow_skips_the_step(make: Make) -> None:
+    model = randomize_(zoo.mlp(5, 7, 6, 4), 0)
+    optimizer = make(model, 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    ((x, y),) = batches(1, 5, dtype=torch.float32)
+    before = state(model)
+    scaler.scale(F.cross_entropy(model(x), y) * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(a, b) for a, b in zip(before, state(model), strict=True))
+    optimizer.zero_grad()
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    scaler.step(optimizer)
+    assert not all(torch.equal(a, b) for a, b in zip(before, state(model), strict=True))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_steps_are_those_of_the_cpu(make: Make) -> None:
+    data = batches(3, 3, 8, 8, classes=3)
+    models = [randomize_(zoo.Functional(), 0).double() for _ in range(2)]
+    models[1].cuda()
+    train(models[0], make(models[0], 1e-3, example_input=data[0][0]), data)
+    moved = [(x.cuda(), y.cuda()) for x, y in data]
+    train(models[1], make(models[1], 1e-3, example_input=moved[0][0]), moved)
+    torch.testing.assert_close([p.cpu() for p in state(models[1])], state(models[0]), rtol=1e-8, atol=1e-10)
+
+
+# SGD with the free skeleton frozen -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_skeleton", [True, False])
+def test_free_skeleton_weights_never_move_and_all_others_follow_sgd(on_skeleton: bool) -> None:
+    model = mlp()
+    if on_skeleton:
+        init_skeleton_(model)
+    other = copy.deepcopy(model)
+    before = state(model)
+    optimizer = FrozenSkeletonSGD(model, 0.1, weight_decay=0.01, momentum=0.9)
+    weights = dict(model.named_parameters())
+    free = {name: torch.zeros(p.numel(), dtype=torch.bool) for name, p in weights.items()}
+    skeleton = optimizer.skeleton
+    for u in range(1, skeleton.H + 1):
+        free[skeleton.edges[int(skeleton.out_edge[u])].name][int(skeleton.out_index[u])] = True
+    assert sum(int(f.sum()) for f in free.values()) == skeleton.H == 13
+    data = batches(1, 5)
+    train(model, optimizer, data)
+    train(other, torch.optim.SGD(other.parameters(), 0.1, weight_decay=0.01, momentum=0.9), data)
+    for (name, p), start, sgd in zip(weights.items(), before, state(other), strict=True):
+        expected = torch.where(free[name].reshape(p.shape), start, sgd)
+        assert torch.equal(p.detach(), expected)
+    train(model, optimizer, batches(5, 5))
+    for (name, p), start in zip(weights.items(), before, strict=True):
+        mask = free[name].reshape(p.shape)
+        assert torch.equal(p.detach()[mask], start[mask])
+
+
+def test_the_frozen_weights_are_those_that_gsgd_keeps() -> None:
+    model = init_skeleton_(mlp())
+    frozen, moving = FrozenSkeletonSGD(model, 0.1).skeleton, gspace.GSGD(copy.deepcopy(model), 0.1).skeleton
+    assert torch.equal(frozen.out_edge, moving.out_edge)
+    assert torch.equal(frozen.out_index, moving.out_index)

@@ -1,0 +1,390 @@
+"""Path norms against enumeration, their invariance and gradients; the basis-path norm and its penalty."""
+
+import copy
+import math
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dense
+import gspace
+import zoo
+from cases import CASES, Case
+from gspace.coordinates import coordinates, displaced, path_values, unflatten
+from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
+from gspace.operations import FUNCTIONS
+from gspace.optim import GSGD
+from gspace.pathrules import RULES, PathError
+from gspace.paths import odot
+from gspace.pathsum import PathGraph, path_graph
+from gspace.trace import Traced
+from invariance import analyze, build, draw_inputs, randomize_
+from unrolled import SMALL, Small, enumerated
+
+# What has no path sum: operations that are not positively homogeneous, attention, products of activations.
+REFUSED = {
+    **dict.fromkeys(("mobilenet-relu6", "mobilenet-v2", "mobilenet-v2-tie"), "relu6"),
+    **dict.fromkeys(("transformer", "transformer-example"), "layer_norm"),
+    "transformer-torch": "TransformerEncoderLayer",
+    "gated": "two activations",
+}
+
+
+def small(kind: type[Small]) -> Small:
+    """One of the networks of `unrolled`, float64, running statistics and all weights away from 0 and 1."""
+    model = randomize_(kind(), 0).double()
+    x = torch.randn(16, *kind.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model.train()(x)
+    return model.eval()
+
+
+# All paths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [1, 2, 1.5])
+@pytest.mark.parametrize("kind", SMALL)
+def test_path_norm_is_the_sum_over_enumerated_paths(kind: type[Small], p: float) -> None:
+    model = small(kind)
+    norm = path_norm(model, p, example_input=torch.zeros(2, *kind.shape).double())
+    expected = enumerated(model, model.unrolled()).total(p) ** (1 / p)
+    torch.testing.assert_close(norm.value, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("kind", SMALL)
+def test_gradients_of_the_path_norm_are_those_of_the_enumerated_sum(kind: type[Small], p: int) -> None:
+    model = small(kind)
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(path_norm(model, p, example_input=torch.zeros(2, *kind.shape).double()).log, parameters)
+    expected = torch.autograd.grad(enumerated(model, model.unrolled()).total(p).log() / p, parameters)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_gradients_of_the_path_norm_match_finite_differences() -> None:
+    case = next(c for c in CASES if c.name == "functional")
+    model = build(case)
+    graph = path_graph(model, draw_inputs(case, 0, torch.float64))
+    weights = list(model.parameters())
+    generator = torch.Generator().manual_seed(3)
+    step = 1e-6
+    for p in (1, 2):
+        grads = torch.autograd.grad(path_norm(model, p, graph=graph).log, weights)
+        for w, grad in zip(weights, grads, strict=True):
+            direction = torch.randn(w.shape, generator=generator, dtype=w.dtype)
+            with torch.no_grad():
+                w.add_(step * direction)
+                ahead = path_norm(model, p, graph=graph).log
+                w.sub_(2 * step * direction)
+                behind = path_norm(model, p, graph=graph).log
+                w.add_(step * direction)
+            slope = (ahead - behind) / (2 * step)
+            torch.testing.assert_close(slope, (grad * direction).sum(), rtol=1e-6, atol=1e-8)  # central differences
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_path_norm_does_not_change_under_rescaling(case: Case) -> None:
+    model, analysis = build(case), analyze(case)
+    inputs = draw_inputs(case, 0, torch.float64, batch=2)
+    if case.name in REFUSED:
+        with pytest.raises(PathError, match=REFUSED[case.name]):
+            path_norm(model, example_input=inputs)
+        return
+    graph = path_graph(model, inputs)
+    before = [path_norm(model, p, graph=graph).log.detach() for p in (1, 2)]
+    scales = gspace.random_scales(model, torch.Generator().manual_seed(5), analysis=analysis)
+    gspace.rescale_(model, scales, analysis=analysis)
+    after = [path_norm(model, p, graph=graph).log.detach() for p in (1, 2)]
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-9)
+    if analysis.H and case.residual == "pin":  # and the number is not blind: half a rescaling changes it
+        name = next(e.name for e in analysis.edges if bool((e.head == 1).any()))
+        with torch.no_grad():
+            edges = next(e for e in analysis.edges if e.name == name)
+            edges.view(dict(model.named_parameters())[name])[edges.head == 1] *= 2
+        assert abs(float(path_norm(model, 1, graph=graph).log.detach() - before[0])) > 1e-6
+
+
+def plain(depth: int, width: int, dtype: torch.dtype) -> nn.Sequential:
+    """He-initialised convolutions of one width: a path norm beyond the range of any float."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for i, o in pairwise([3, *[width] * (depth - 1)]):
+        layers += [nn.Conv2d(i, o, 3, padding=1), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+    return randomize_(model, 0).to(dtype)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_a_plain_network_of_250_layers_has_a_finite_and_right_logarithm_in_float32(p: int) -> None:
+    x = torch.zeros(2, 3, 8, 8)
+    single, double = plain(250, 8, torch.float32), plain(250, 8, torch.float64)
+    norm = path_norm(single, p, example_input=x)
+    reference = path_norm(double, p, example_input=x.double())
+    assert norm.log.dtype == torch.float32
+    if p == 1:
+        assert float(norm.value.detach()) == math.inf  # it does not fit, its logarithm does
+    # 250 layers of float32 roundings, some 1e-7 each, against a logarithm of several hundred.
+    torch.testing.assert_close(norm.log.double(), reference.log, rtol=1e-6, atol=0)
+    grads = torch.autograd.grad(norm.log, list(single.parameters()))
+    expected = torch.autograd.grad(reference.log, list(double.parameters()))
+    largest = max(float(e.abs().max()) for e in expected)
+    for g, e in zip(grads, expected, strict=True):
+        # Relative to the largest gradient: those of early biases are below 1e-40 of it.
+        torch.testing.assert_close(g.double(), e, rtol=1e-4, atol=1e-6 * largest)
+
+
+def test_the_logarithm_at_250_layers_is_that_of_a_product_of_matrices() -> None:
+    """The same sum by other means: log of a vector norm, renormalized by hand in float64."""
+    torch.manual_seed(0)
+    model = zoo.mlp(*[12] * 251, bias=False)
+    log, x = 0.0, torch.ones(12, dtype=torch.float64)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            x = layer.weight.detach().double().abs() @ x
+            log, x = log + float(x.sum().log()), x / x.sum()
+    assert float(path_norm(model, 1).log.detach()) == pytest.approx(log, rel=1e-6)
+
+
+def test_path_norm_is_the_same_along_both_front_ends() -> None:
+    case = next(c for c in CASES if c.name == "inception")
+    model = build(case).eval()
+    inputs = draw_inputs(case, 0, torch.float64, batch=3)
+    exported = torch.export.export(model, inputs, strict=False)
+    graph = path_graph(model, inputs)
+
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    lifted = {**exported.graph_signature.inputs_to_parameters, **exported.graph_signature.inputs_to_buffers}
+    other = PathGraph(
+        model,
+        Traced(exported.graph, exported.graph_module, {k: state[n] for k, n in lifted.items()}),
+        tuple(x.shape for x in inputs),
+        3,
+    )
+    for p in (1, 2):
+        torch.testing.assert_close(
+            path_norm(model, p, graph=other).log, path_norm(model, p, graph=graph).log, rtol=1e-12, atol=0
+        )
+
+
+def test_average_pooling_counts_as_the_convolution_it_is() -> None:
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 3, 3, 2, groups=3, bias=False)
+    with torch.no_grad():
+        convolution.weight.fill_(1 / 9)
+    head = (nn.Flatten(), nn.Linear(12, 2))
+    x = torch.zeros(2, 3, 5, 5)
+    for p in (1, 2):
+        pooled, convolved = (nn.Sequential(layer, *head) for layer in (nn.AvgPool2d(3, 2), convolution))
+        torch.testing.assert_close(
+            path_norm(pooled, p, example_input=x).log, path_norm(convolved, p, example_input=x).log, rtol=1e-6, atol=0
+        )
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_interpolation_counts_with_its_coefficients(mode: str) -> None:
+    up = partial(F.interpolate, scale_factor=2, mode=mode)
+    model = nn.Sequential(nn.Upsample(scale_factor=2, mode=mode))
+    model.register_parameter("unused", nn.Parameter(torch.ones(1, dtype=torch.float64)))
+    basis = torch.eye(12, dtype=torch.float64).reshape(12, 1, 3, 4)
+    coefficients = up(basis)
+    for p in (1, 2):
+        norm = path_norm(model, p, example_input=torch.zeros(2, 1, 3, 4))
+        torch.testing.assert_close(norm.value, coefficients.abs().pow(p).sum() ** (1 / p), rtol=1e-12, atol=0)
+
+
+REFUSALS = {
+    "relu6": nn.ReLU6(),
+    "gelu": nn.GELU(),
+    "layer_norm": nn.LayerNorm(4),
+    "batch_norm": nn.BatchNorm1d(4, track_running_stats=False),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_not_homogeneous_is_refused_with_its_place_and_reason(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), REFUSALS[name], nn.Linear(4, 2))
+    with pytest.raises(PathError, match=rf"'1' \({name}\): it "):
+        path_norm(model)
+
+
+def test_the_size_of_a_sample_is_asked_for() -> None:
+    with pytest.raises(PathError, match="example_input"):
+        path_norm(zoo.lenet())
+
+
+def test_a_hook_is_refused() -> None:
+    model = zoo.mlp(3, 4, 2)
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(PathError, match="hook on '0'"):
+        path_norm(model)
+
+
+def test_p_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        path_norm(zoo.mlp(3, 4, 2), 0.5)
+
+
+def test_an_addition_in_place_reaches_later_readers() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            y.add_(self.b(x))
+            return y
+
+    class Plain(InPlace):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + self.b(x)
+
+    torch.manual_seed(0)
+    one, other = InPlace(), Plain()
+    other.load_state_dict(one.state_dict())
+    torch.testing.assert_close(path_norm(one).log, path_norm(other).log)
+
+
+def test_every_operation_of_the_analysis_has_a_rule_or_is_refused_on_purpose() -> None:
+    homogeneous = {name for name, rule in FUNCTIONS.items() if rule.__name__ != "pinned"}
+    # Returned as pairs or in torch.export's spelling only; a graph of evaluation mode has them under other names.
+    known = {"native_dropout", "upsample", *(name for name in FUNCTIONS if name.startswith("upsample_"))}
+    assert homogeneous - RULES.keys() <= known
+    assert RULES.keys() <= FUNCTIONS.keys()
+
+
+# Basis paths ---------------------------------------------------------------------------------------------------------
+
+
+def small_basis(case: dense.Small, reference: str) -> tuple[dense.Explicit, gspace.Analysis]:
+    explicit = dense.explicit(case, choice="aligned" if reference == "one" else "pivoted")
+    return explicit, explicit.analysis
+
+
+@pytest.mark.parametrize("reference", ["one", "balanced"])
+@pytest.mark.parametrize("case", dense.SMALL, ids=lambda case: case.name)
+def test_path_values_are_those_of_the_explicit_basis(case: dense.Small, reference: str) -> None:
+    explicit, analysis = small_basis(case, reference)
+    at = coordinates(explicit.model, reference=reference, analysis=analysis)  # type: ignore[arg-type]
+    values = path_values(at, dict(explicit.model.named_parameters()))
+    mine = torch.cat([values.edges[layer.edges.name].reshape(-1) for layer in at.layers])
+    mine = torch.cat([mine[mine != 0], values.roots])
+    basis = explicit.basis
+    expected = odot(explicit.weights, basis.A)
+    outside = {e.name for e in basis.wiring.edges} & set(at.others)
+    touching = torch.ones(len(basis.kept), dtype=torch.bool)
+    for e, offset, shape in zip(basis.wiring.edges, basis.wiring.offset, basis.wiring.shapes, strict=True):
+        if e.name in outside:
+            touching &= ~((basis.kept >= offset) & (basis.kept < offset + shape.numel()))
+    if reference == "one":
+        torch.testing.assert_close(mine.sort().values, expected[touching].sort().values, rtol=1e-12, atol=1e-14)
+    else:  # trained skeleton paths start at ±1
+        torch.testing.assert_close(values.roots.abs(), torch.ones_like(values.roots), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("reference", ["one", "balanced"])
+@pytest.mark.parametrize("case", dense.SMALL, ids=lambda case: case.name)
+def test_displacing_path_values_gives_weights_that_have_them(case: dense.Small, reference: str) -> None:
+    explicit, analysis = small_basis(case, reference)
+    at = coordinates(explicit.model, reference=reference, analysis=analysis)  # type: ignore[arg-type]
+    weights = {name: p.detach() for name, p in explicit.model.named_parameters()}
+    values = path_values(at, weights)
+    v = values.vector()
+    noise = torch.randn(v.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    change = 0.1 * noise * (v != 0)
+    after = path_values(at, displaced(at, weights, unflatten(change, values)))
+    torch.testing.assert_close(after.vector(), v + change, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["released", "sup"])
+@pytest.mark.parametrize("case", dense.SMALL, ids=lambda case: case.name)
+def test_gradients_of_the_penalty_are_those_of_explicit_path_values(case: dense.Small, mode: str) -> None:
+    explicit, analysis = small_basis(case, "one")
+    basis = explicit.basis
+    penalty = BasisPathPenalty(0.3, mode, reference="one", analysis=analysis)  # type: ignore[arg-type]
+    parameters = {
+        name: p for name, p in explicit.model.named_parameters() if name in {e.name for e in basis.wiring.edges}
+    }
+    found = torch.autograd.grad(penalty(explicit.model), list(parameters.values()), allow_unused=True)
+    weights = explicit.weights.clone().requires_grad_()
+    v = odot(weights, basis.A)
+    edges, roots = v[~basis.on_skeleton], v[basis.on_skeleton]
+    others = [p for name, p in explicit.model.named_parameters() if name not in parameters]
+    every = torch.cat([edges, *(p.detach().reshape(-1) for p in others), roots.abs().log()])
+    value = edges.square().sum() if mode == "released" else every.abs().pow(8).sum().pow(1 / 4)
+    (expected,) = torch.autograd.grad(0.15 * value, weights)
+    for (name, p), grad in zip(parameters.items(), found, strict=True):
+        grad = torch.zeros_like(p) if grad is None else grad
+        torch.testing.assert_close(grad, basis.wiring.split(expected)[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("reference", ["one", "balanced"])
+@pytest.mark.parametrize("case", dense.SMALL, ids=lambda case: case.name)
+def test_decay_inside_gsgd_is_the_released_penalty(case: dense.Small, reference: str) -> None:
+    explicit, analysis = small_basis(case, reference)
+    decay, lr = 0.05, 0.01
+    stepped = []
+    for inside in (True, False):
+        model = copy.deepcopy(explicit.model)
+        options = {"reference": reference, "analysis": analysis}
+        optimizer = GSGD(
+            model, lr, weight_decay=decay if inside else 0.0, max_ratio=math.inf, max_drift=math.inf, **options
+        )
+        penalty = BasisPathPenalty(decay, "released", **options)
+        target = torch.ones_like(model(explicit.x))
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = (model(explicit.x) - target).square().mean()
+            (loss if inside else loss + penalty(model)).backward()
+            optimizer.step()
+        stepped.append(dict(model.named_parameters()))
+    moved = max(float((stepped[0][n] - p).abs().max().detach()) for n, p in explicit.model.named_parameters())
+    assert moved > 1e-4
+    for name, p in stepped[0].items():
+        torch.testing.assert_close(stepped[1][name], p, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [math.inf, 8, 2])
+def test_basis_path_norm_does_not_change_under_rescaling(order: float) -> None:
+    model = randomize_(zoo.mlp(5, 7, 6, 4), 0).double()
+    before = basis_path_norm(model, order)
+    gspace.rescale_(model, gspace.random_scales(model, torch.Generator().manual_seed(1)))
+    torch.testing.assert_close(basis_path_norm(model, order), before, rtol=1e-10, atol=0)
+    at = coordinates(model)
+    with torch.no_grad():
+        model[2].weight.mul_(3)
+    assert float(basis_path_norm(model, order, at=at).detach()) > float(before.detach())
+
+
+def test_the_surrogate_bounds_the_maximum_and_comes_close_to_it() -> None:
+    model = randomize_(zoo.mlp(5, 7, 6, 4), 0).double()
+    norms = [float(basis_path_norm(model, order).detach()) for order in (2, 8, 64, math.inf)]
+    assert norms == sorted(norms, reverse=True)
+    assert norms[2] < 1.1 * norms[3]
+
+
+def test_sup_penalty_returns_skeleton_paths_to_one_and_released_does_not() -> None:
+    away = {}
+    for mode in ("released", "sup"):
+        model = randomize_(zoo.mlp(5, 7, 6, 4), 0).double()
+        penalty = BasisPathPenalty(1.0, mode, reference="balanced")  # type: ignore[arg-type]
+        at = penalty.coordinates(model)
+        layer = next(layer for layer in at.layers if layer.edges.name == "0.weight")
+        with torch.no_grad():
+            model[0].weight[tuple(i[layer.root > 0] for i in layer.entries)] *= 5
+        optimizer = GSGD(model, 0.01, reference="balanced")
+        for _ in range(300):
+            optimizer.zero_grad()
+            penalty(model).backward()
+            optimizer.step()
+        away[mode] = float(path_values(at, dict(model.named_parameters())).roots.abs().log().abs().max().detach())
+    assert away["released"] > 1  # log 5 = 1.6 at the start: nothing pulls them
+    assert away["sup"] < away["released"] / 2
+
+
+def test_penalty_refuses_an_unknown_mode() -> None:
+    with pytest.raises(ValueError, match="released"):
+        BasisPathPenalty(0.1, "l2")  # type: ignore[arg-type]
