@@ -95,10 +95,10 @@ def _data_set(name: str, spec: Spec, raw: Raw) -> DataSet:
     mean, std = _moments(images["x_train"], spec.white)
     return DataSet(
         name=name,
-        x_train=torch.from_numpy(images["x_train"]),
-        y_train=torch.from_numpy(arrays["y_train"].astype(np.int64)),
-        x_test=torch.from_numpy(images["x_test"]),
-        y_test=torch.from_numpy(arrays["y_test"].astype(np.int64)),
+        x_train=torch.tensor(images["x_train"]),
+        y_train=torch.tensor(arrays["y_train"], dtype=torch.int64),
+        x_test=torch.tensor(images["x_test"]),
+        y_test=torch.tensor(arrays["y_test"], dtype=torch.int64),
         classes=spec.classes,
         white=spec.white,
         mean=mean,

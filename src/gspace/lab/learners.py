@@ -4,19 +4,21 @@ Both take rows `(network, batch, 1 + draws)` (see transform.py), add the loss an
 `totals` `(network, 2)` on the device, and never wait for the device in `step`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from gspace.lab.engine import Engine, Tree, autocast, compiled
 from gspace.lab.models import build_model
-from gspace.lab.optimizers import INITS, OPTIMIZERS, held_entries, hold
+from gspace.lab.optimizers import INITS, build_optimizer
 from gspace.lab.recipe import Recipe
 from gspace.lab.seeds import derive
-from gspace.lab.stacked import STACKED, stack_parameters
+from gspace.lab.stacked import scores, stack
 from gspace.lab.transform import Feed
 
 EVALUATION_BATCH = 2_000
@@ -36,8 +38,8 @@ class Learner(Protocol):
     def fit(self) -> list[Score]: ...
     def live(self) -> Tree: ...
     def clear(self) -> None: ...
-    def state(self, network: int) -> dict[str, Any]: ...
-    def load(self, network: int, state: Mapping[str, Any]) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def load(self, state: Mapping[str, Any]) -> None: ...
 
 
 def initial_model(recipe: Recipe, feed: Feed) -> nn.Module:
@@ -63,9 +65,9 @@ def loss_and_errors(
     if x.is_cuda:
         x = x.contiguous(memory_format=torch.channels_last)
     with autocast(precision, x.device):
-        scores = model(x)
-    scores = scores.float()
-    return F.cross_entropy(scores, y), (scores.detach().argmax(1) != y).sum()
+        found = model(x)
+    found = found.float()
+    return F.cross_entropy(found, y), (found.detach().argmax(1) != y).sum()
 
 
 class Single:
@@ -77,13 +79,11 @@ class Single:
         device = torch.device(engine.device)
         self.recipe, self.feed = recipe, feed
         self.model = initial_model(recipe, feed)
-        held = held_entries(self.model, recipe)
         if device.type == "cuda":  # NHWC: the layout of the tensor cores
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.model.to(device)
-        rate = torch.tensor(recipe.lr, device=device) if device.type == "cuda" else recipe.lr
-        self.optimizer = OPTIMIZERS[recipe.optimizer](self.model, recipe, rate)
-        self.restore_held = hold(self.model, held)
+        example = torch.zeros(1, *feed.shape, device=device)
+        self.optimizer = build_optimizer(self.model, recipe, _rate(recipe.lr, device), example)
         self.totals = torch.zeros(1, 2, dtype=torch.float64, device=device)
         self.loss_total, self.error_total = self.totals[0]
         self.measure = compiled(loss_and_errors, _code(recipe, feed)) if engine.compile else loss_and_errors
@@ -91,23 +91,18 @@ class Single:
 
     def step(self, rows: Tensor) -> None:
         feed = self.feed
-        self.optimizer.zero_grad(set_to_none=True)
+        self.clear()
         loss, errors = self.measure(
             self.model, feed.images, feed.labels, feed.augment.take, feed.finish, rows[0], self.recipe.precision
         )
         loss.backward()
-        self.optimizer.step()
-        self.restore_held()
+        if not _moved(self.optimizer):
+            self.totals.fill_(torch.nan)
         self.loss_total.add_(loss.detach())
         self.error_total.add_(errors)
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        (rate,) = rates
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        _set_rate(self.optimizer, rates[0])
 
     def test(self) -> list[Score]:
         return [self._score(_test_batches(self.feed))]
@@ -122,10 +117,10 @@ class Single:
         count = 0
         for x, y in batches:
             with autocast(self.recipe.precision, x.device):
-                scores = self.model(x)
-            scores = scores.float()
-            total += F.cross_entropy(scores, y, reduction="sum")
-            errors += (scores.argmax(1) != y).sum()
+                found = self.model(x)
+            found = found.float()
+            total += F.cross_entropy(found, y, reduction="sum")
+            errors += (found.argmax(1) != y).sum()
             count += len(y)
         self.model.train()
         return float(total) / count, float(errors) / count
@@ -136,58 +131,64 @@ class Single:
     def clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def state(self, network: int) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
 
-    def load(self, network: int, state: Mapping[str, Any]) -> None:
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # a loaded tensor may lie on another device; the loop sets the value
+    def load(self, state: Mapping[str, Any]) -> None:
+        _load(self.model, self.optimizer, state)
 
 
 class Stacked:
-    """MLPs of one shape, each with its own seed and learning rate, as weights `(network, out, in)`.
+    """MLPs of one shape, each with its own seed and learning rate, as one network (stacked.py).
 
-    The networks share nothing but the calls: each sees the batches it would see alone and follows the same arithmetic,
-    up to the order of summation inside a matrix product.
+    They share nothing but the calls: each sees the batches it would see alone and follows the same arithmetic, up to
+    the order of summation inside a matrix product. One that diverges stands still and does not disturb the others.
     """
 
     kind = "stacked"
 
     def __init__(self, recipes: Sequence[Recipe], feed: Feed, engine: Engine) -> None:
         device = torch.device(engine.device)
-        self.recipe, self.feed = recipes[0], feed
-        models = [initial_model(recipe, feed) for recipe in recipes]
-        self.parameters = stack_parameters(models, device)
-        self.rates = torch.tensor([recipe.lr for recipe in recipes], device=device)
-        self.optimizer = STACKED[self.recipe.optimizer](models, self.parameters, recipes, self.rates)
-        self.totals = torch.zeros(len(recipes), 2, dtype=torch.float64, device=device)
+        self.recipe, self.feed, self.count = recipes[0], feed, len(recipes)
+        self.model = stack([initial_model(recipe, feed) for recipe in recipes]).to(device)
+        self.reference = max(range(self.count), key=lambda k: recipes[k].lr)  # its rate is the optimizer's
+        largest = recipes[self.reference].lr
+        self.weights = torch.tensor([recipe.lr / largest if largest else 1.0 for recipe in recipes], device=device)
+        example = torch.zeros(1, self.count * math.prod(feed.shape), 1, device=device)
+        self.optimizer = build_optimizer(self.model, self.recipe, _rate(largest, device), example)
+        self.totals = torch.zeros(self.count, 2, dtype=torch.float64, device=device)
         self.loss_totals, self.error_totals = self.totals.unbind(1)
 
     def scores(self, x: Tensor) -> Tensor:
-        """Class scores `(network, batch, class)` of inputs `(network or 1, batch, ...)`."""
-        *hidden, last = self.parameters.values()
         with autocast(self.recipe.precision, x.device):
-            h = x.flatten(2)
-            for weight in hidden:
-                h = torch.matmul(h, weight.mT).relu()
-            h = torch.matmul(h, last.mT)
-        return h.float()
+            return scores(self.model, x, self.count).float()
 
     def step(self, rows: Tensor) -> None:
         self.clear()
         x, y = self.feed.batch(rows)
-        scores = self.scores(x)
-        losses = F.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
-        losses.sum().backward()
-        self.optimizer.step()
+        found = self.scores(x)
+        losses = F.cross_entropy(found.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
+        losses.backward(self.weights)
+        # A GPU is not asked whether a gradient was refused: there the diverged are stilled before every step.
+        if self.totals.is_cuda or not _moved(self.optimizer):
+            self._still_diverged()
+            self.optimizer.step()
         self.loss_totals.add_(losses.detach())
-        self.error_totals.add_((scores.detach().argmax(2) != y).sum(1))
+        self.error_totals.add_((found.detach().argmax(2) != y).sum(1))
+
+    @torch.no_grad()
+    def _still_diverged(self) -> None:
+        """Networks whose gradient is not finite: marks them in `totals` and makes their gradient 0."""
+        grads = [
+            parameter.grad.view(self.count, -1) for parameter in self.model.parameters() if parameter.grad is not None
+        ]
+        finite = torch.stack([grad.isfinite().all(1) for grad in grads]).all(0)
+        for grad in grads:
+            grad.copy_(torch.where(finite[:, None], grad, 0))
+        self.totals.copy_(torch.where(finite[:, None], self.totals, torch.nan))
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        self.rates.copy_(torch.tensor(rates))
+        _set_rate(self.optimizer, rates[self.reference])
 
     def test(self) -> list[Score]:
         return self._score(_test_batches(self.feed))
@@ -199,30 +200,58 @@ class Stacked:
     def _score(self, batches: Iterator[tuple[Tensor, Tensor]]) -> list[Score]:
         totals, count = torch.zeros_like(self.totals), 0
         for x, y in batches:
-            scores = self.scores(x[None])
-            many = y.expand(len(totals), -1)
-            loss = F.cross_entropy(scores.flatten(0, 1), many.flatten(), reduction="none").view(many.shape)
+            found = self.scores(x[None])
+            many = y.expand(self.count, -1)
+            loss = F.cross_entropy(found.flatten(0, 1), many.flatten(), reduction="none").view(many.shape)
             totals[:, 0] += loss.sum(1)
-            totals[:, 1] += (scores.argmax(2) != y).sum(1)
+            totals[:, 1] += (found.argmax(2) != y).sum(1)
             count += len(y)
         return [(loss / count, errors / count) for loss, errors in totals.tolist()]
 
     def live(self) -> Tree:
-        return [self.parameters, self.optimizer.tensors(), self.totals]
+        return [dict(self.model.state_dict()), self.optimizer.state_dict(), self.totals]
 
     def clear(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.optimizer.zero_grad(set_to_none=True)
 
-    def state(self, network: int) -> dict[str, Any]:
-        weights = {name: parameter[network].detach().clone() for name, parameter in self.parameters.items()}
-        return {"model": weights, "optimizer": self.optimizer.state(network)}
+    def state(self) -> dict[str, Any]:
+        return {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
 
-    @torch.no_grad()
-    def load(self, network: int, state: Mapping[str, Any]) -> None:
-        for name, parameter in self.parameters.items():
-            parameter[network].copy_(state["model"][name])
-        self.optimizer.load(network, state["optimizer"])
+    def load(self, state: Mapping[str, Any]) -> None:
+        _load(self.model, self.optimizer, state)
+
+
+def _rate(value: float, device: torch.device) -> float | Tensor:
+    """The learning rate; on a GPU in a tensor, so that a captured step follows the schedule."""
+    return torch.tensor(value, device=device) if device.type == "cuda" else value
+
+
+def _set_rate(optimizer: Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
+
+
+def _moved(optimizer: Optimizer) -> bool:
+    """Takes a step; False if the optimizer refused it because a gradient is not finite."""
+    try:
+        optimizer.step()
+    except RuntimeError:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if all(bool(grad.isfinite().all()) for grad in grads):
+            raise
+        return False
+    return True
+
+
+def _load(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # a loaded tensor may lie on another device; the loop sets the value
 
 
 def _test_batches(feed: Feed) -> Iterator[tuple[Tensor, Tensor]]:

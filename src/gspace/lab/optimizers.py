@@ -1,18 +1,21 @@
-"""Optimizers, initialisations and controls by their names in a recipe.
+"""Optimizers and initialisations by their names in a recipe.
 
-gspace's own optimizers are imported when a recipe asks for one, so that every other run works without them.
+A builder takes the model on its device, the recipe, the learning rate (a number, or a tensor that the device reads) and
+an example of the model's input. A run and its controls build their skeleton from the same arguments (`symmetry`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gspace import GSGD, init_skeleton_
+from gspace.baselines import FrozenSkeletonSGD, PathSGD
+from gspace.lab.errors import RecipeError
 from gspace.lab.models import stage_ends
 from gspace.lab.seeds import generator
 
@@ -20,125 +23,75 @@ if TYPE_CHECKING:
     from gspace.lab.recipe import Recipe
 
 Rate = float | Tensor
+Builder = Callable[[nn.Module, "Recipe", Rate, Tensor], Optimizer]
 
 PINS: Mapping[str, Callable[[nn.Module], tuple[str, ...]]] = {"none": lambda model: (), "stages": stage_ends}
 
 
 def symmetry(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
-    """The arguments of gspace's functions that decide which units there are: one choice for a run and its controls."""
+    """The arguments of gspace's functions that decide which units there are."""
     return {"residual": recipe.residual, "pin": PINS[recipe.pin](model)}
-
-
-def _sgd(model: nn.Module, recipe: Recipe, rate: Rate) -> Optimizer:
-    # A rate in a tensor stays out of the host's hands: torch's fused step reads it on the device.
-    way = {"fused": True} if isinstance(rate, Tensor) else {"foreach": True}
-    return torch.optim.SGD(model.parameters(), rate, **_momentum(recipe), **way)
-
-
-def _gsgd(model: nn.Module, recipe: Recipe, rate: Rate) -> Optimizer:
-    from gspace import GSGD
-
-    return GSGD(model, rate, **_momentum(recipe), **_geometry(model, recipe), **_capturable(rate))
-
-
-def _path_sgd(model: nn.Module, recipe: Recipe, rate: Rate) -> Optimizer:
-    from gspace import PathSGD
-
-    return PathSGD(model, rate)
 
 
 def _momentum(recipe: Recipe) -> dict[str, Any]:
     return {"momentum": recipe.momentum, "nesterov": recipe.nesterov, "weight_decay": recipe.weight_decay}
 
 
-def _geometry(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
+def _way(rate: Rate) -> dict[str, Any]:
+    """torch's step that never asks the host for a rate in a tensor is the fused one; elsewhere foreach is the best."""
+    return {"fused": True} if isinstance(rate, Tensor) else {"foreach": True}
+
+
+def _sgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), rate, **_momentum(recipe), **_way(rate))
+
+
+def _sgd_frozen(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
+    return FrozenSkeletonSGD(model, rate, **symmetry(model, recipe), **_momentum(recipe), **_way(rate))
+
+
+def _gsgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
     bounds = {"reference": recipe.reference, "max_ratio": recipe.max_ratio, "max_drift": recipe.max_drift}
-    given = {name: value for name, value in bounds.items() if value is not None}
-    return {"batch_norm": recipe.batch_norm, **symmetry(model, recipe), **given}
+    given: dict[str, Any] = {name: value for name, value in bounds.items() if value is not None}
+    rules: dict[str, Any] = {"batch_norm": recipe.batch_norm, "allocation": recipe.allocation}
+    return GSGD(model, rate, **_momentum(recipe), **rules, **symmetry(model, recipe), **given)
 
 
-def _capturable(rate: Rate) -> dict[str, Any]:
-    return {"capturable": True} if isinstance(rate, Tensor) else {}
+def _path_sgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
+    if recipe.nesterov or recipe.weight_decay:
+        raise RecipeError("path-sgd has neither nesterov nor weight_decay")
+    return PathSGD(model, rate, recipe.momentum, example_input=example)
 
 
-OPTIMIZERS: Mapping[str, Callable[[nn.Module, Recipe, Rate], Optimizer]] = {
+OPTIMIZERS: Mapping[str, Builder] = {
     "sgd": _sgd,
+    "sgd-frozen": _sgd_frozen,  # control: SGD that leaves the free skeleton weights as they are
     "gsgd": _gsgd,
     "path-sgd": _path_sgd,
 }
 
 
-def _skeleton_init(sign: str) -> Callable[[nn.Module, Recipe], None]:
-    def initialise(model: nn.Module, recipe: Recipe) -> None:
-        from gspace import init_skeleton_
+def build_optimizer(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
+    """The recipe's optimizer; what it refuses is an error of the recipe."""
+    try:
+        return OPTIMIZERS[recipe.optimizer](model, recipe, rate, example)
+    except ValueError as error:
+        raise RecipeError(f"{recipe.optimizer} refuses this recipe: {' '.join(str(error).split())}") from error
 
-        init_skeleton_(model, sign=sign, generator=generator(recipe.seed, "signs"), **symmetry(model, recipe))
+
+def _skeleton(sign: Any) -> Callable[[nn.Module, Recipe], None]:
+    def initialise(model: nn.Module, recipe: Recipe) -> None:
+        init_skeleton_(model, sign, generator(recipe.seed, "signs"), **symmetry(model, recipe))
 
     return initialise
 
 
-def _keep_init(model: nn.Module, recipe: Recipe) -> None:
+def _as_built(model: nn.Module, recipe: Recipe) -> None:
     """The network's own initial weights."""
 
 
 INITS: Mapping[str, Callable[[nn.Module, Recipe], None]] = {
-    "default": _keep_init,
-    "skeleton": _skeleton_init("positive"),
-    "skeleton-random-signs": _skeleton_init("random"),
+    "default": _as_built,
+    "skeleton": _skeleton("positive"),
+    "skeleton-random-signs": _skeleton("random"),
 }
-
-
-@dataclass(frozen=True)
-class Held:
-    """Entries of one parameter that training leaves as they are.
-
-    Attributes:
-        name: The parameter's name.
-        index: Position of each entry, one index tensor per dimension: works for any memory layout.
-        values: What they are.
-    """
-
-    name: str
-    index: tuple[Tensor, ...]
-    values: Tensor
-
-
-# Which of a unit's two skeleton weights are held: the outgoing one is free (never trained by G-SGD).
-FROZEN: Mapping[str, tuple[str, ...]] = {"none": (), "free": ("out",), "skeleton": ("out", "in")}
-
-
-def held_entries(model: nn.Module, recipe: Recipe) -> list[Held]:
-    """The entries that `recipe.frozen` names, with their present values."""
-    if not FROZEN[recipe.frozen]:
-        return []
-    from gspace import analyze
-    from gspace.skeleton import build_skeleton
-
-    skeleton = build_skeleton(model, analyze(model, **symmetry(model, recipe)))
-    parameters = dict(model.named_parameters())
-    sides = {
-        "out": (skeleton.out_edge, skeleton.out_index),
-        "in": (skeleton.in_edge, skeleton.in_index),
-    }
-    held = []
-    for number, edges in enumerate(skeleton.edges):
-        flat = torch.cat([index[edge == number] for edge, index in (sides[s] for s in FROZEN[recipe.frozen])]).unique()
-        if len(flat):
-            weight = parameters[edges.name].detach()
-            position = torch.unravel_index(flat.to(weight.device), weight.shape)
-            held.append(Held(edges.name, position, weight[position].clone()))
-    return held
-
-
-def hold(model: nn.Module, held: list[Held]) -> Callable[[], None]:
-    """A function that puts the held entries back, to call after each step; on the device, without synchronisation."""
-    parameters = dict(model.named_parameters())
-    device = next(model.parameters()).device
-    entries = [(parameters[h.name], tuple(i.to(device) for i in h.index), h.values.to(device)) for h in held]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for weight, index, values in entries:
-            weight.index_put_(index, values)
-
-    return restore

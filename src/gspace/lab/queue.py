@@ -71,26 +71,22 @@ def _take(members: Sequence[Recipe], out: Path, session: Session) -> None:
     """Trains those members that are neither finished nor held by another process."""
     with ExitStack() as held:
         runs = [run for recipe in members if (run := _claim(held, out, recipe)) is not None]
+        unfinished = [run for run in runs if run.summary is None]
         if stackable(members[0]):
             work_in_stacks(runs, session)
         else:
-            for run in runs:
+            for run in unfinished:
                 work_alone(run, session)
-        for run in runs:
+        for run in unfinished:
             report(run.recipe, run.summary or {})
 
 
 def _claim(held: ExitStack, out: Path, recipe: Recipe) -> Run | None:
-    with ExitStack() as attempt:
-        try:
-            run = attempt.enter_context(open_run(out, recipe))
-        except BusyError:
-            print(f"{recipe.folder}: held by another process, left to it", flush=True)
-            return None
-        if run.summary is not None:
-            return None
-        held.push(attempt.pop_all())
-        return run
+    try:
+        return held.enter_context(open_run(out, recipe))
+    except BusyError:
+        print(f"{recipe.folder}: held by another process, left to it", flush=True)
+        return None
 
 
 def report(recipe: Recipe, summary: Line) -> None:

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from gspace.lab.data import SETS
 from gspace.lab.errors import RecipeError
 from gspace.lab.models import MODELS
-from gspace.lab.optimizers import FROZEN, INITS, OPTIMIZERS, PINS
+from gspace.lab.optimizers import INITS, OPTIMIZERS, PINS
 from gspace.lab.transform import AUGMENTS, INPUTS
 
 PRECISIONS = ("float32", "tf32", "bf16")
@@ -48,8 +48,8 @@ class Recipe:
     seed: int = _field(0, "decides the initial weights and the batches", low=0)
     precision: str = _field("float32", "arithmetic of forward and backward pass", PRECISIONS)
     init: str = _field("default", "initial weights: the network's own, or with skeleton weights ±1", INITS)
-    frozen: str = _field("none", "control: skeleton weights that training leaves as they are", FROZEN)
-    batch_norm: str = _field("released", "G-SGD's rule for BatchNorm", ("released", "paper", "exact"))
+    batch_norm: str = _field("released", "G-SGD's rule for BatchNorm", ("released", "paper"))
+    allocation: str = _field("fixed", "where G-SGD puts the change of a path", ("fixed", "spread"))
     residual: str = _field("pin", "units of residual streams", ("pin", "tie"))
     pin: str = _field("none", "where chains of units end besides", PINS)
     reference: str | None = _field(

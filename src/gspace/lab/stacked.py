@@ -1,97 +1,62 @@
-"""Optimizers for several networks of one shape at once: weights `(network, out, in)`, one learning rate per network.
+"""Several MLPs of one shape as one network, so that any optimizer trains them all at once.
 
-`STACKED` lists the optimizers that can do so, by their names in a recipe. An entry is built from the networks as they
-are at iteration 0, their stacked weights, the recipes (which differ in seed and lr alone) and the tensor of rates.
+K MLPs side by side are a network of convolutions with K groups: the same function, units and paths, which gspace traces
+like any other. Its weights `(K·out, in, 1)` are K matrices one below the other, and a batched matrix product computes
+the forward pass faster than a grouped convolution does.
+
+Each network has its own learning rate. The loss of network k is weighted by lr_k / lr, where lr is the optimizer's.
+Gradients and momentum are linear in that weight and all rates follow one schedule, so network k moves as with lr_k.
+Weight decay is not: with it, the rates of a stack must be equal.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from gspace.lab.engine import Tree
-from gspace.lab.optimizers import Held, held_entries
 from gspace.lab.recipe import Recipe
 
-Parameters = dict[str, nn.Parameter]
-
-
-class StackedOptimizer(Protocol):
-    """What `learners.Stacked` asks of an optimizer."""
-
-    def step(self) -> None: ...
-    def tensors(self) -> Tree: ...
-    def state(self, network: int) -> dict[str, Any]: ...
-    def load(self, network: int, state: Mapping[str, Any]) -> None: ...
-
-
-def stack_parameters(models: Sequence[nn.Module], device: torch.device) -> Parameters:
-    """The parameters of all networks, by name, stacked along a new first dimension."""
-    named = [dict(model.named_parameters()) for model in models]
-    return {name: nn.Parameter(torch.stack([p[name].detach() for p in named]).to(device)) for name in named[0]}
-
-
-def stack_held(held: Sequence[Sequence[Held]], device: torch.device) -> list[Held]:
-    """Held entries of each network -> held entries of the stacked parameters."""
-    stacked = []
-    for entries in zip(*held, strict=True):
-        network = torch.cat([torch.full_like(h.index[0], k) for k, h in enumerate(entries)])
-        index = (network, *(torch.cat(column) for column in zip(*(h.index for h in entries), strict=True)))
-        values = torch.cat([h.values for h in entries]).to(device)
-        stacked.append(Held(entries[0].name, tuple(i.to(device) for i in index), values))
-    return stacked
-
-
-class StackedSGD:
-    """torch's SGD, in its order of operations, with a rate per network; and the control that holds skeleton weights."""
-
-    def __init__(
-        self, models: Sequence[nn.Module], parameters: Parameters, recipes: Sequence[Recipe], rates: Tensor
-    ) -> None:
-        recipe = recipes[0]
-        self.parameters, self.rates = parameters, rates
-        self.momentum, self.nesterov, self.decay = recipe.momentum, recipe.nesterov, recipe.weight_decay
-        self.held = stack_held([held_entries(m, r) for m, r in zip(models, recipes, strict=True)], rates.device)
-        buffered = parameters if self.momentum else {}
-        self.buffers = {name: torch.zeros_like(p) for name, p in buffered.items()}
-
-    @torch.no_grad()
-    def step(self) -> None:
-        rates = self.rates.view(-1, 1, 1)
-        for name, parameter in self.parameters.items():
-            assert parameter.grad is not None, "the loss reaches every weight of an MLP"
-            direction = parameter.grad
-            if self.decay:
-                direction = direction.add_(parameter, alpha=self.decay)
-            if self.momentum:
-                buffer = self.buffers[name].mul_(self.momentum).add_(direction)
-                direction = direction.add_(buffer, alpha=self.momentum) if self.nesterov else buffer
-            parameter.addcmul_(direction, rates, value=-1)
-        for held in self.held:
-            self.parameters[held.name].index_put_(held.index, held.values)
-
-    def tensors(self) -> Tree:
-        return [self.buffers, self.rates]
-
-    def state(self, network: int) -> dict[str, Any]:
-        return {name: buffer[network].clone() for name, buffer in self.buffers.items()}
-
-    def load(self, network: int, state: Mapping[str, Any]) -> None:
-        for name, buffer in self.buffers.items():
-            buffer[network].copy_(state[name])
-
-
-Builder = Callable[[Sequence[nn.Module], Parameters, Sequence[Recipe], Tensor], StackedOptimizer]
-
-STACKED: Mapping[str, Builder] = {"sgd": StackedSGD}
+STACKABLE = ("sgd", "sgd-frozen", "gsgd", "path-sgd")
 
 
 def stackable(recipe: Recipe) -> bool:
     """Whether several such runs can be trained at once."""
-    return recipe.model == "mlp" and recipe.optimizer in STACKED
+    return recipe.model == "mlp" and recipe.optimizer in STACKABLE
 
 
 def stack_key(recipe: Recipe) -> Recipe:
-    """Runs with the same key differ in seed and learning rate alone."""
-    return recipe.but(seed=0, lr=1.0)
+    """Runs with the same key can be one stack: they differ in seed and, without weight decay, in learning rate."""
+    return recipe.but(seed=0) if recipe.weight_decay else recipe.but(seed=0, lr=1.0)
+
+
+def stack(models: Sequence[nn.Module]) -> nn.Sequential:
+    """The networks side by side, from `(batch, K·in, 1)` to `(batch, K·classes, 1)`; layers keep their names."""
+    count = len(models)
+    stacked = nn.Sequential()
+    for name, layers in zip(
+        dict(models[0].named_children()), zip(*(m.children() for m in models), strict=True), strict=True
+    ):
+        first = layers[0]
+        if isinstance(first, nn.Linear):
+            inputs, outputs = first.in_features, first.out_features
+            layer = nn.Conv1d(count * inputs, count * outputs, 1, groups=count, bias=False)
+            with torch.no_grad():
+                layer.weight.copy_(torch.cat([linear.weight for linear in layers])[..., None])
+            stacked.add_module(name, layer)
+        elif isinstance(first, nn.ReLU):
+            stacked.add_module(name, nn.ReLU())
+    return stacked
+
+
+def matrices(stacked: nn.Module, count: int) -> list[Tensor]:
+    """The weights of each layer, `(network, out, in)`, without a copy."""
+    return [weight.view(count, -1, weight.shape[1]) for weight in stacked.parameters()]
+
+
+def scores(stacked: nn.Module, x: Tensor, count: int) -> Tensor:
+    """Class scores `(network, batch, class)` of inputs `(network or 1, batch, ...)`."""
+    *hidden, last = matrices(stacked, count)
+    h = x.flatten(2)
+    for weight in hidden:
+        h = torch.matmul(h, weight.mT).relu()
+    return torch.matmul(h, last.mT)

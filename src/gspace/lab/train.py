@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -108,7 +107,7 @@ def train_many(recipes: Sequence[Recipe], out: str | Path, **session: Any) -> li
     """`train` for MLPs that differ in seed and learning rate alone, all at once as stacked weights.
 
     Each run has its own folder, as if it had been trained alone, and the same numbers up to rounding. Finished runs are
-    left as they are; runs whose checkpoints are at different iterations continue in as many stacks.
+    left as they are; an interrupted stack continues as the stack it was, new runs make a new one.
     """
     for recipe in recipes:
         if not stackable(recipe) or stack_key(recipe) != stack_key(recipes[0]):
@@ -126,15 +125,21 @@ def work_alone(run: Run, session: Session) -> None:
 
 
 def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
-    """Trains what is unfinished of `runs`, those at the same iteration together."""
-    unfinished = [run for run in runs if run.summary is None]
-    for _, group in groupby(sorted(unfinished, key=_position), key=_position):
-        _work(list(group), Stacked, session)
-
-
-def _position(run: Run) -> int:
-    state = run.load()
-    return state["iteration"] if state else 0
+    """Trains what is unfinished of `runs`: interrupted stacks as they were, the rest as a new one."""
+    found = {run.folder.name: run for run in runs}
+    fresh: list[str] = []
+    stacks: dict[tuple[str, ...], None] = {}
+    for name, run in found.items():
+        state = run.load() if run.summary is None else None
+        if state is not None:
+            stacks[tuple(state["members"])] = None
+        elif run.summary is None:
+            fresh.append(name)
+    for members in (*stacks, *([tuple(fresh)] if fresh else [])):
+        for name in members:
+            if name not in found:
+                raise RecordError(f"{members[0]} was begun in one stack with {name}: continue both together")
+        _work([found[name] for name in members], Stacked, session)
 
 
 def _single(recipes: Sequence[Recipe], source: Feed, engine: Engine) -> Learner:
@@ -176,7 +181,7 @@ class Loop:
         self.total = total_iterations(self.recipe, images)
         self.interval = evaluation_interval(self.recipe, self.total)
         self.iteration = 0
-        self.active = list(range(len(runs)))  # those that have not diverged
+        self.active = [k for k, run in enumerate(runs) if run.summary is None]
         self.seconds = 0.0  # of training in all sessions, evaluation not counted
         self.session = 0  # iterations of this one
         self.overhead = 0.0  # seconds to load, build, compile and capture
@@ -185,16 +190,25 @@ class Loop:
         self._resume()
 
     def _resume(self) -> None:
-        for k, run in enumerate(self.runs):
-            state = run.load()
-            if state is not None:
-                if state["kind"] != self.learner.kind:
-                    raise RecordError(f"{run.folder} was begun as a {state['kind']} run: continue it as such")
-                self.iteration, self.seconds = state["iteration"], state["seconds"]
-                self.learner.load(k, state["learner"])
-                self.learner.totals[k].copy_(state["totals"])
-                torch.set_rng_state(state["random"])
-            run.rewind(self.iteration)
+        """Continues from the checkpoint, which is in the folder of the first run; the others' folders point to it."""
+        host, *others = self.runs
+        state = host.load()
+        if state is not None:
+            if state["kind"] != self.learner.kind:
+                raise RecordError(
+                    f"{host.folder} was begun as a {state['kind']} run: continue it as such, or delete it"
+                )
+            self.iteration, self.seconds = state["iteration"], state["seconds"]
+            self.learner.load(state["learner"])
+            self.learner.totals.copy_(state["totals"])
+            torch.set_rng_state(state["random"])
+        for k in self.active:
+            self.runs[k].rewind(self.iteration)
+        for run in others:
+            run.save(self._kind())
+
+    def _kind(self) -> Line:
+        return {"kind": self.learner.kind, "members": [run.folder.name for run in self.runs]}
 
     def prepare(self, started: float) -> None:
         """Captures the step, if it is to be one CUDA graph."""
@@ -300,17 +314,16 @@ class Loop:
         return self.session * self.recipe.batch_size * len(self.runs)
 
     def _save(self) -> None:
-        for k in self.active:
-            self.runs[k].save(
-                {
-                    "kind": self.learner.kind,
-                    "iteration": self.iteration,
-                    "seconds": self.seconds,
-                    "totals": self.learner.totals[k].clone(),
-                    "random": torch.get_rng_state(),
-                    "learner": self.learner.state(k),
-                }
-            )
+        self.runs[0].save(
+            {
+                **self._kind(),
+                "iteration": self.iteration,
+                "seconds": self.seconds,
+                "totals": self.learner.totals,
+                "random": torch.get_rng_state(),
+                "learner": self.learner.state(),
+            }
+        )
 
     def _facts(self, k: int) -> Line:
         """What a summary says besides the last point of the curve."""
