@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import dense
 import pytest
 import torch
 from torch import Tensor, nn
 
+import dense
 import gspace
 from gspace.balance import balanced_log_scales
 from gspace.paths import Basis, autograd_step, dense_step, reference_values, skeleton_products
