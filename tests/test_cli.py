@@ -79,8 +79,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def gspace(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return python("-m", "gspace", *arguments, cwd=cwd)
+
+
+def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "gspace", *arguments],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -153,6 +157,15 @@ def test_demo_verifies_every_network_of_its_tour() -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("\nverified: ") == len(TOUR)
     assert f"{len(TOUR)} of {len(TOUR)} networks" in result.stdout
+
+
+def test_analyze_needs_torch_alone() -> None:
+    code = (
+        "import sys; from gspace.lab import cli; cli.main(['analyze', 'torch.nn:Linear(3, 4)']);"
+        "sys.exit(' '.join({'matplotlib', 'rich', 'scipy', 'sklearn'} & set(sys.modules)) or 0)"
+    )
+    result = python("-c", code)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
