@@ -139,7 +139,7 @@ class _Pass:
         if isinstance(t, Power):
             return t
         if not isinstance(t, Tensor):
-            t = torch.tensor(t, dtype=self.dtype, device=self.device)
+            t = torch.full((), t, dtype=self.dtype, device=self.device)
         if not isinstance(t, nn.Parameter):
             return power(t.to(self.dtype), self.p)
         if id(t) not in self.powers:

@@ -1,0 +1,181 @@
+"""Which optimizers see the representative? w and g_c(w), one function, are trained side by side on digits.
+
+    python benchmarks/invariance.py [--seeds N] [--steps N] [--write FILE]
+
+Each run rescales every unit of a fresh network by e^N(0, 1) and trains both copies on the same batches in float64. The
+figure is max |f(w) − f(g_c w)| / max |f(w)| on the first batch after the last step, in evaluation mode. An optimizer
+that moves in G-space leaves rounding errors. `--write` replaces FILE (docs/invariance.md) with the report.
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gspace
+from gspace.baselines import PathSGD
+from gspace.diagnostics import InvarianceGap, invariance_gap
+from gspace.lab import data, models
+
+BATCH = 64
+
+
+def without_norm(model: nn.Module) -> nn.Module:
+    """The same network with every BatchNorm left out."""
+    for m in list(model.modules()):
+        for name, child in m.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(m, name, nn.Identity())
+    return model
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network on 1 × 8 × 8 images and how its residual streams are scaled."""
+
+    build: Callable[[], nn.Module]
+    residual: str = "pin"
+
+
+SHAPE, CLASSES = (1, 8, 8), 10
+NETWORKS: Mapping[str, Network] = {
+    "MLP 64-64-64-10": Network(partial(models.mlp, SHAPE, CLASSES, (64, 64))),
+    "CNN": Network(partial(models.cnn, SHAPE, CLASSES, 8)),
+    "ResNet-10": Network(lambda: without_norm(models.resnet(SHAPE, CLASSES, 8, depth=10)), "tie"),
+    "ResNet-10, BatchNorm": Network(partial(models.resnet, SHAPE, CLASSES, 8, depth=10), "tie"),
+}
+
+
+class Muon:
+    """`torch.optim.Muon` for matrices and flattened convolutions, AdamW for the rest, as its authors use it."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        self.matrices = [p for p in model.parameters() if p.dim() > 1]
+        self.views = [nn.Parameter(p.detach().flatten(1)) for p in self.matrices]
+        rest = [p for p in model.parameters() if p.dim() < 2]
+        self.parameters = [*self.matrices, *rest]
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.Muon(self.views, lr)]
+        self.optimizers += [torch.optim.AdamW(rest, lr / 10)] if rest else []
+
+    def zero_grad(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def step(self) -> None:
+        for view, p in zip(self.views, self.matrices, strict=True):
+            view.grad = None if p.grad is None else p.grad.flatten(1)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+Make = Callable[[nn.Module, Mapping[str, Any]], Any]  # model, {example_input, residual}
+
+
+def torch_optimizer(kind: Callable[..., Any], lr: float, **options: Any) -> Make:
+    return lambda model, about: kind(model.parameters(), lr, **options)
+
+
+def in_gspace(kind: Callable[..., Any], *args: Any, **options: Any) -> Make:
+    return lambda model, about: kind(model, *args, reference="balanced", residual=about["residual"], **options)
+
+
+OPTIMIZERS: Mapping[str, Make] = {
+    "SGD, lr 0.05": torch_optimizer(torch.optim.SGD, 0.05),
+    "SGD, lr 0.01, momentum 0.9": torch_optimizer(torch.optim.SGD, 0.01, momentum=0.9),
+    "Adam, lr 0.003": torch_optimizer(torch.optim.Adam, 0.003),
+    "AdamW, lr 0.003": torch_optimizer(torch.optim.AdamW, 0.003),
+    "Muon, lr 0.02": lambda model, about: Muon(model, 0.02),
+    "Path-SGD, lr 0.001": lambda model, about: PathSGD(model, 0.001, example_input=about["example_input"]),
+    "GSGD, lr 0.05": in_gspace(gspace.GSGD, 0.05),
+    "GSGD, lr 0.01, momentum 0.9": in_gspace(gspace.GSGD, 0.01, 0.9),
+    "InGSpace(Adam), lr 0.003": in_gspace(gspace.InGSpace, torch.optim.Adam, lr=0.003),
+}
+
+
+def batches(seed: int, steps: int) -> list[tuple[Tensor, Tensor]]:
+    digits = data.load("digits")
+    generator = torch.Generator().manual_seed(seed)
+    images = digits.x_train.double() / digits.white
+    picks = (torch.randint(len(images), (BATCH,), generator=generator) for _ in range(steps))
+    return [(images[pick], digits.y_train[pick]) for pick in picks]
+
+
+def measure(network: Network, make: Make, seed: int, steps: int) -> InvarianceGap:
+    torch.manual_seed(seed)
+    model = network.build().double()
+    steps_data = batches(seed, steps)
+    about = {"example_input": steps_data[0][0], "residual": network.residual}
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return invariance_gap(lambda m: make(m, about), model, steps_data, generator=generator, residual=network.residual)
+
+
+def cell(values: Iterable[float]) -> str:
+    found = list(values)
+    return f"{statistics.median(found):.1e} ({min(found):.0e} … {max(found):.0e})"
+
+
+def table(results: Mapping[str, Mapping[str, list[InvarianceGap]]], figure: Callable[[InvarianceGap], float]) -> str:
+    lines = ["| optimizer | " + " | ".join(NETWORKS) + " |", "|---" * (len(NETWORKS) + 1) + "|"]
+    for name in OPTIMIZERS:
+        cells = (cell(figure(gap) for gap in results[network][name]) for network in NETWORKS)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def report(results: Mapping[str, Mapping[str, list[InvarianceGap]]], seeds: int, steps: int) -> str:
+    version = torch.__version__.split("+")[0]
+    return f"""# Invariance of optimizers under rescaling
+
+Generated by
+
+    python benchmarks/invariance.py --seeds {seeds} --steps {steps} --write docs/invariance.md
+
+(torch {version}, {platform.machine()} CPU, float64). A network w and a rescaled copy g_c(w), every unit scaled by e^N(0, 1),
+are one function. Both are trained on the same {steps} batches of {BATCH} digits. Every entry is the median
+(smallest … largest) over n = {seeds} seeds of weights, scales and batches. ResNets are scaled and trained with
+`residual="tie"`; GSGD and InGSpace use `reference="balanced"`, Path-SGD takes BatchNorm as the affine map of
+evaluation mode.
+
+## max |f(w) − f(g_c w)| / max |f(w)| after {steps} steps
+
+{table(results, lambda gap: gap.final)}
+
+With BatchNorm, GSGD and InGSpace use the paper's view, in which BatchNorm is ignored. That view is no symmetry of the
+network, and the table shows it.
+
+## For comparison: how far the same quantity moves between f(w) before and after training
+
+{table(results, lambda gap: gap.moved)}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--write", type=Path, help="write the report to this file instead of the terminal")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, dict[str, list[InvarianceGap]]] = {}
+    for name, network in NETWORKS.items():
+        for optimizer, make in OPTIMIZERS.items():
+            gaps = [measure(network, make, seed, options.steps) for seed in range(options.seeds)]
+            results.setdefault(name, {})[optimizer] = gaps
+            print(f"{name:22}{optimizer:30}{cell(gap.final for gap in gaps)}", file=sys.stderr, flush=True)
+    text = report(results, options.seeds, options.steps)
+    if options.write is None:
+        print(text)
+    else:
+        options.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
