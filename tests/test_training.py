@@ -64,10 +64,10 @@ def _plain() -> nn.Sequential:
 @pytest.mark.parametrize("rule", ["released", "paper"])
 @pytest.mark.parametrize("build", [_plain, Residual], ids=["plain", "residual"])
 def test_batch_norm_networks_learn_from_scratch(build: Callable[[], nn.Module], rule: Any) -> None:
-    """Chance is 90 % error. The released rule multiplies gradients by row norms, here below 1, and is slower."""
+    """Chance is 90 % error."""
     torch.manual_seed(0)
     model = gspace.init_skeleton_(build())
-    assert _error(model, gspace.GSGD(model, 0.2, batch_norm=rule), steps=200, seed=0) < 40
+    assert _error(model, gspace.GSGD(model, 0.5, batch_norm=rule), steps=200, seed=0) < 15
 
 
 @pytest.mark.parametrize("rule", ["released", "paper"])
