@@ -274,6 +274,11 @@ def test_export_finds_what_symbolic_tracing_finds(name: str) -> None:
     assert rescaling_change(model, draw_inputs(case, 1, torch.float64), found) < EXACT
 
 
+def test_pin_is_heeded_in_an_exported_graph() -> None:
+    found = gspace.analyze(Exported(mlp(5, 7, 6, 3)), torch.randn(2, 5), pin=["model.2"])
+    assert found.H == 7
+
+
 # What cannot be traced
 
 
