@@ -6,6 +6,7 @@ tensor of rows, and the learning rate from a tensor, so it is captured once per 
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
     )
     exact = precision == "float32"
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
     _set_arithmetic("highest" if exact else "high", not exact, not deterministic, deterministic, deterministic)
     try:
         yield

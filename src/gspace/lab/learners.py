@@ -61,13 +61,16 @@ def loss_and_errors(
     precision: str,
 ) -> tuple[Tensor, Tensor]:
     """Mean loss and number of errors of one batch: all from stored pixels to the loss, in one compilable piece."""
-    x, y = finish(take(images, rows)), labels[rows[..., 0]]
-    if x.is_cuda:
-        x = x.contiguous(memory_format=torch.channels_last)
+    x, y = _laid_out(finish(take(images, rows))), labels[rows[..., 0]]
     with autocast(precision, x.device):
         found = model(x)
     found = found.float()
     return F.cross_entropy(found, y), (found.detach().argmax(1) != y).sum()
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """Images as the tensor cores want them, channels last; on a CPU as they are."""
+    return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
 
 
 class Single:
@@ -79,9 +82,9 @@ class Single:
         device = torch.device(engine.device)
         self.recipe, self.feed = recipe, feed
         self.model = initial_model(recipe, feed)
-        if device.type == "cuda":  # NHWC: the layout of the tensor cores
-            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.model.to(device)
+        if device.type == "cuda":
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         example = torch.zeros(1, *feed.shape, device=device)
         self.optimizer = build_optimizer(self.model, recipe, _rate(recipe.lr, device), example)
         self.totals = torch.zeros(1, 2, dtype=torch.float64, device=device)
@@ -97,7 +100,7 @@ class Single:
         )
         loss.backward()
         if not _moved(self.optimizer):
-            self.totals.fill_(torch.nan)
+            self.loss_total.fill_(torch.nan)
         self.loss_total.add_(loss.detach())
         self.error_total.add_(errors)
 
@@ -117,7 +120,7 @@ class Single:
         count = 0
         for x, y in batches:
             with autocast(self.recipe.precision, x.device):
-                found = self.model(x)
+                found = self.model(_laid_out(x))
             found = found.float()
             total += F.cross_entropy(found, y, reduction="sum")
             errors += (found.argmax(1) != y).sum()
@@ -185,7 +188,7 @@ class Stacked:
         finite = torch.stack([grad.isfinite().all(1) for grad in grads]).all(0)
         for grad in grads:
             grad.copy_(torch.where(finite[:, None], grad, 0))
-        self.totals.copy_(torch.where(finite[:, None], self.totals, torch.nan))
+        self.loss_totals.copy_(torch.where(finite, self.loss_totals, torch.nan))
 
     def set_rates(self, rates: Sequence[float]) -> None:
         _set_rate(self.optimizer, rates[self.reference])

@@ -1,4 +1,4 @@
-"""Several MLPs of one shape as one network, so that any optimizer trains them all at once.
+"""Several MLPs of one shape as one network, so that an optimizer trains them all at once.
 
 K MLPs side by side are a network of convolutions with K groups: the same function, units and paths, which gspace traces
 like any other. Its weights `(K·out, in, 1)` are K matrices one below the other, and a batched matrix product computes
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from gspace.lab.recipe import Recipe
 
-STACKABLE = ("sgd", "sgd-frozen", "gsgd", "path-sgd")
+# Not path-sgd: it measures all weights of a layer by one exponent, so a network that diverges would spoil the others.
+STACKABLE = ("sgd", "sgd-frozen", "gsgd")
 
 
 def stackable(recipe: Recipe) -> bool:

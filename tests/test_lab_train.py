@@ -1,0 +1,546 @@
+"""The training loop: against a loop written out, resumed bit for bit, killed, stacked, shared, captured."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from gspace import GSGD, init_skeleton_
+from gspace.lab.data import load
+from gspace.lab.engine import Engine, restore, snapshot
+from gspace.lab.errors import BusyError, DeviceError, Interrupted, RecipeError, RecordError
+from gspace.lab.learners import Single, initial_model, loss_and_errors
+from gspace.lab.queue import batches, main, read_queue
+from gspace.lab.recipe import Recipe
+from gspace.lab.record import open_run, read_run
+from gspace.lab.schedule import drops, learning_rate, steps_per_epoch, total_iterations
+from gspace.lab.stacked import scores, stack, stackable
+from gspace.lab.train import Progress, train, train_many
+from gspace.lab.transform import epoch_rows, feed
+
+SMALL = Recipe(epochs=2, batch_size=64, hidden=(16, 12), eval_every=7)
+CNN = Recipe(model="cnn", width=4, iterations=12, batch_size=32, eval_every=5, train_size=200, test_size=50)
+PLAIN = CNN.but(model="plain-10", width=2, augment="crop-flip", lr=0.05)
+
+CASES = {
+    "sgd": SMALL,
+    "sgd with momentum": SMALL.but(momentum=0.9, nesterov=True, weight_decay=1e-3, lr=0.02, milestones=(0.5,)),
+    "gsgd": SMALL.but(optimizer="gsgd", init="skeleton", lr=0.05),
+    "gsgd, usual initialisation": SMALL.but(optimizer="gsgd", lr=0.05),
+    "gsgd with momentum": SMALL.but(optimizer="gsgd", init="skeleton", momentum=0.9, lr=0.01, weight_decay=1e-4),
+    "frozen": SMALL.but(optimizer="sgd-frozen", init="skeleton"),
+    "path-sgd": SMALL.but(optimizer="path-sgd", lr=0.01),
+    "cnn": CNN,
+    "plain": PLAIN,
+    "plain, gsgd by stage": PLAIN.but(optimizer="gsgd", init="skeleton", pin="stages"),
+}
+
+
+def weights(out: Path, recipe: Recipe) -> dict[str, torch.Tensor]:
+    with open_run(out, recipe) as run:
+        state = run.load()
+    assert state is not None
+    return state["learner"]["model"]
+
+
+def curve(out: Path, recipe: Recipe) -> list[dict[str, Any]]:
+    """The metrics, less the clock."""
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in read_run(out / recipe.folder).metrics]
+
+
+def result(out: Path, recipe: Recipe) -> dict[str, Any]:
+    summary = read_run(out / recipe.folder).summary
+    assert summary is not None
+    return {k: v for k, v in summary.items() if not k.endswith(("seconds", "per_second"))}
+
+
+def assert_equal_runs(a: Path, b: Path, recipe: Recipe) -> None:
+    assert curve(a, recipe) == curve(b, recipe)
+    assert result(a, recipe) == result(b, recipe)
+    first, second = weights(a, recipe), weights(b, recipe)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def stop_at(iteration: int) -> Callable[[], int | None]:
+    """Asks to stop after so many iterations, as SIGTERM would."""
+    calls = iter(range(1, 1_000_000))
+    return lambda: signal.SIGTERM if next(calls) == iteration else None
+
+
+# --- against a loop written out ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "gsgd"])
+def test_the_loop_is_the_textbook_loop(tmp_path: Path, optimizer: str) -> None:
+    recipe = SMALL.but(optimizer=optimizer, init="skeleton", lr=0.05, momentum=0.5, milestones=(0.5,))
+    train(recipe, tmp_path)
+
+    data = load("digits")
+    source = feed(data, "standard", "none")
+    model = initial_model(recipe, source)
+    makers = {
+        "sgd": lambda: torch.optim.SGD(model.parameters(), 0.05, 0.5),
+        "gsgd": lambda: GSGD(model, 0.05, 0.5),
+    }
+    rule = makers[optimizer]()
+    x = (data.x_train.float() / 16 - data.mean) / data.std
+    steps = 1438 // 64
+    errors, losses = [], []
+    for iteration in range(2 * steps):
+        if iteration == steps:
+            rule.param_groups[0]["lr"] = 0.05 * 0.1
+        index = epoch_rows(recipe.seed, iteration // steps, 1438, 64, source.augment)[iteration % steps, :, 0]
+        rule.zero_grad()
+        found = model(x[index])
+        loss = F.cross_entropy(found, data.y_train[index])
+        loss.backward()
+        rule.step()
+        losses.append(loss.item())
+        errors.append((found.argmax(1) != data.y_train[index]).double().mean().item())
+    for name, value in weights(tmp_path, recipe).items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    first = curve(tmp_path, recipe)[0]
+    assert first["iteration"] == 7
+    assert first["train_loss"] == pytest.approx(sum(losses[:7]) / 7, rel=1e-12)
+    assert first["train_error"] == pytest.approx(sum(errors[:7]) / 7, rel=1e-12)
+    x_test = (data.x_test.float() / 16 - data.mean) / data.std
+    last = curve(tmp_path, recipe)[-1]
+    assert last["test_error"] == pytest.approx((model(x_test).argmax(1) != data.y_test).double().mean().item())
+    assert last["iteration"] == 2 * steps
+    assert last["lr"] == pytest.approx(0.005)
+
+
+def test_runs_of_one_seed_start_from_one_network_whatever_the_optimizer() -> None:
+    source = feed(load("digits"), "standard", "none")
+    a = initial_model(SMALL.but(init="skeleton"), source)
+    b = initial_model(SMALL.but(init="skeleton", optimizer="gsgd", lr=0.3), source)
+    c = initial_model(SMALL, source)
+    for p, q, r in zip(a.parameters(), b.parameters(), init_skeleton_(c).parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(p, r)
+    assert not torch.equal(initial_model(SMALL.but(seed=1), source)[1].weight, initial_model(SMALL, source)[1].weight)
+
+
+def test_random_signs_are_the_seeds() -> None:
+    source = feed(load("digits"), "standard", "none")
+    recipe = SMALL.but(init="skeleton-random-signs")
+    a, b, c = (initial_model(recipe.but(seed=seed), source)[3].weight for seed in (0, 0, 1))
+    assert torch.equal(a, b)
+    ones = a.abs() == 1
+    assert set(a[ones].tolist()) == {-1.0, 1.0}
+    assert not torch.equal(a[ones], c[ones])
+
+
+def test_the_frozen_control_leaves_the_free_weights(tmp_path: Path) -> None:
+    recipe = CASES["frozen"]
+    train(recipe, tmp_path)
+    train(recipe.but(optimizer="sgd"), tmp_path)
+    frozen, trained = weights(tmp_path, recipe), weights(tmp_path, recipe.but(optimizer="sgd"))
+    for name, free in (("3.weight", 16), ("5.weight", 12)):
+        assert int((frozen[name] == 1).sum()) >= free
+        assert int((trained[name] == 1).sum()) < free
+
+
+# --- the end of a run -------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    first = train(SMALL, tmp_path)
+    before = {p: p.read_bytes() for p in (tmp_path / SMALL.folder).iterdir()}
+    assert train(SMALL, tmp_path) == first
+    assert {p: p.read_bytes() for p in (tmp_path / SMALL.folder).iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "recipe", [SMALL.but(lr=1e9), SMALL.but(lr=1e9, optimizer="gsgd", max_ratio=1e30, max_drift=1e30)]
+)
+def test_divergence_is_a_result(tmp_path: Path, recipe: Recipe) -> None:
+    summary = train(recipe, tmp_path)
+    assert summary["status"] == "diverged"
+    assert summary["test_error"] is None
+    assert summary["train_loss"] is None
+    assert summary["iteration"] < total_iterations(recipe, 1438)
+    assert train(recipe, tmp_path) == summary
+
+
+def test_progress_reports_every_point_of_the_curve(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    train(SMALL, tmp_path, watch=seen.append)
+    lines = [line for progress in seen for line in progress.lines]
+    assert lines == list(read_run(tmp_path / SMALL.folder).metrics)
+    assert seen[-1].iteration == seen[-1].total == 44
+    assert seen[-1].seconds_left == 0
+    assert all(progress.images_per_second > 0 for progress in seen)
+
+
+def test_tensorboard_is_written_on_request_or_named_as_missing(tmp_path: Path) -> None:
+    engine = Engine(tensorboard=True)
+    if importlib.util.find_spec("tensorboard") is None:
+        with pytest.raises(DeviceError, match="pip install tensorboard"):
+            train(SMALL, tmp_path, engine=engine)
+    else:
+        train(SMALL, tmp_path, engine=engine)
+        assert list((tmp_path / SMALL.folder / "tensorboard").iterdir())
+
+
+def test_a_display_that_fails_does_not_spoil_the_run(tmp_path: Path) -> None:
+    def fail(progress: Progress) -> None:
+        if progress.iteration >= 14:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(SMALL, tmp_path / "a", watch=fail, engine=Engine(checkpoint_seconds=0))
+    train(SMALL, tmp_path / "a")
+    train(SMALL, tmp_path / "b")
+    assert_equal_runs(tmp_path / "a", tmp_path / "b", SMALL)
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stopped_run_continues_to_the_same_bits(tmp_path: Path, case: str) -> None:
+    recipe = CASES[case]
+    for iteration in (5, 3):  # stopped twice, between two points of the curve
+        with pytest.raises(Interrupted, match="stopped by SIGTERM") as caught:
+            train(recipe, tmp_path / "a", stop=stop_at(iteration))
+        assert caught.value.exit_code == 143
+    train(recipe, tmp_path / "a")
+    train(recipe, tmp_path / "b")
+    assert_equal_runs(tmp_path / "a", tmp_path / "b", recipe)
+    assert [s["iteration"] for s in read_run(tmp_path / "a" / recipe.folder).sessions] == [0, 5, 8]
+
+
+@pytest.mark.parametrize("case", [name for name, recipe in CASES.items() if stackable(recipe)])
+def test_a_stopped_stack_continues_to_the_same_bits(tmp_path: Path, case: str) -> None:
+    recipes = [CASES[case].but(seed=seed) for seed in range(3)]
+    with pytest.raises(Interrupted):
+        train_many(recipes, tmp_path / "a", stop=stop_at(10))
+    with pytest.raises(RecordError, match="begun in one stack"):
+        train_many(recipes[1:], tmp_path / "a")
+    with pytest.raises(RecordError, match="stacked"):
+        train(recipes[1], tmp_path / "a")
+    train_many([*recipes, CASES[case].but(seed=3)], tmp_path / "a")  # a new run makes a stack of its own
+    train_many(recipes, tmp_path / "b")
+    for recipe in recipes:
+        assert curve(tmp_path / "a", recipe) == curve(tmp_path / "b", recipe)
+        assert result(tmp_path / "a", recipe) == result(tmp_path / "b", recipe)
+    assert result(tmp_path / "a", CASES[case].but(seed=3))["stacked"] == 1
+
+
+def test_a_damaged_checkpoint_stops_the_run_and_loses_nothing(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        train(SMALL, tmp_path, stop=stop_at(10))
+    path = tmp_path / SMALL.folder / "checkpoint"
+    path.write_bytes(path.read_bytes()[:-1])
+    before = {p: p.read_bytes() for p in (tmp_path / SMALL.folder).iterdir()}
+    with pytest.raises(RecordError, match="checkpoint is damaged"):
+        train(SMALL, tmp_path)
+    assert {p: p.read_bytes() for p in (tmp_path / SMALL.folder).iterdir()} == before
+
+
+# Forks before torch has any thread, so that twenty starts cost no twenty imports. Half of the kills come soon after the
+# start, half soon after some progress. Arguments: the run folders' parent, the recipe.
+KILLED = """
+import json, os, random, signal, sys, time
+from pathlib import Path
+import sklearn.datasets, torch
+from gspace.lab.engine import Engine
+from gspace.lab.recipe import Recipe
+from gspace.lab.record import read_run
+from gspace.lab.train import train
+
+torch.set_num_threads(1)
+out, recipe = Path(sys.argv[1]), Recipe.from_dict(json.loads(sys.argv[2]))
+folder = out / recipe.folder
+points = lambda: len(read_run(folder).metrics) if (folder / "recipe.json").exists() else 0  # readable at any moment
+random.seed(0)
+reached = set()
+for kill in range(20):
+    before = points()
+    child = os.fork()
+    if child == 0:
+        train(recipe, out, engine=Engine(checkpoint_seconds=0.02))
+        os._exit(0)
+    while kill % 2 and points() <= before:
+        time.sleep(0.002)
+    time.sleep(random.uniform(0, 0.15))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        sys.exit("finished before the twentieth kill: make the run longer")
+    reached.add(points())
+print(len(reached))
+"""
+
+
+def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
+    recipe = Recipe(iterations=12_000, batch_size=32, hidden=(16,), eval_every=100, momentum=0.9, lr=0.01, test_size=50)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "a"), json.dumps(recipe.to_dict())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 9  # they came at different stages of the run
+    train(recipe, tmp_path / "a")
+    train(recipe, tmp_path / "b")
+    assert_equal_runs(tmp_path / "a", tmp_path / "b", recipe)
+    assert len(read_run(tmp_path / "a" / recipe.folder).sessions) > 10
+
+
+# --- signals, queues, several processes -------------------------------------------------------------------------------
+
+LONG = Recipe(iterations=10_000_000, batch_size=32, hidden=(16,), eval_every=50, test_size=50, train_size=320)
+
+
+def arguments(tmp_path: Path, recipes: list[Recipe], *options: str) -> list[str]:
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps([recipe.to_dict() for recipe in recipes]))
+    return ["--queue", str(path), "--out", str(tmp_path / "runs"), "--device", "cpu", *options]
+
+
+def start(tmp_path: Path, recipes: list[Recipe]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gspace.lab.train", *arguments(tmp_path, recipes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_run_with_a_checkpoint_and_its_exit_code(tmp_path: Path, signum: int) -> None:
+    process = start(tmp_path, [LONG])
+    folder = tmp_path / "runs" / LONG.folder
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_run(folder).metrics) > 0)
+    with pytest.raises(BusyError, match=f"in use by process {process.pid}"):
+        train(LONG, tmp_path / "runs")
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum
+    assert f"stopped by {signal.Signals(signum).name} at iteration" in errors
+    assert "Traceback" not in errors
+    with open_run(tmp_path / "runs", LONG) as run:
+        state = run.load()
+    assert state is not None
+    assert state["iteration"] >= read_run(folder).metrics[-1]["iteration"]
+
+
+def test_minutes_end_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(tmp_path, [LONG], "--minutes", "0.02", "--quiet")) == 128 + signal.SIGALRM
+    assert "stopped by SIGALRM at iteration" in capsys.readouterr().err
+    assert (tmp_path / "runs" / LONG.folder / "checkpoint").exists()
+
+
+def test_two_processes_share_a_queue(tmp_path: Path) -> None:
+    quick = CNN.but(iterations=150, eval_every=150)
+    recipes = [quick.but(seed=seed) for seed in range(4)] + [SMALL.but(seed=seed) for seed in range(3)]
+    workers = [start(tmp_path, recipes) for _ in range(2)]
+    outputs = [worker.communicate(timeout=240) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    for recipe in recipes:
+        record = read_run(tmp_path / "runs" / recipe.folder)
+        assert record.summary is not None
+        assert record.summary["status"] == "finished"
+        assert len(record.sessions) == 1  # one process did it
+    assert result(tmp_path / "runs", recipes[-1])["stacked"] == 3
+    train(quick, tmp_path / "alone")
+    assert_equal_runs(tmp_path / "runs", tmp_path / "alone", quick)
+
+
+def test_a_queue_goes_on_after_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = SMALL.but(batch_size=2000)
+    assert main(arguments(tmp_path, [bad, SMALL])) == 1
+    shown = capsys.readouterr()
+    assert "batch_size 2000 is more than the 1438 training images" in shown.err
+    assert f"{SMALL.folder}: status finished" in shown.out
+    assert main(arguments(tmp_path, [SMALL])) == 0
+    assert capsys.readouterr().out == ""  # finished runs are not run again
+
+
+def test_a_bad_queue_is_refused_on_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.json"
+    for text, message in (("[", "cannot be read"), ("{}", "no list"), ('[{"optimizer": "sdg"}]', "did you mean 'sgd'")):
+        path.write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            read_queue(path)
+
+
+def test_neighbours_are_stacked_and_doubles_run_once() -> None:
+    seeds = [SMALL.but(seed=seed) for seed in range(5)]
+    groups = list(batches([*seeds, SMALL, CNN, SMALL.but(hidden=(4,)), CNN.but(seed=1)], 3))
+    assert [len(group) for group in groups] == [3, 2, 1, 1, 1]
+
+
+def test_a_device_that_is_absent_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="try cpu"):
+        train(SMALL, tmp_path, engine=Engine(device="cuda:7"))
+    with pytest.raises(DeviceError, match="unknown device 'gpu'"):
+        train(SMALL, tmp_path, engine=Engine(device="gpu"))
+    with pytest.raises(DeviceError, match="CUDA graph"):
+        train(SMALL, tmp_path, engine=Engine(device="cpu", graph=True))
+
+
+def test_what_an_optimizer_refuses_is_an_error_of_the_recipe(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="path-sgd has neither"):
+        train(SMALL.but(optimizer="path-sgd", weight_decay=0.1), tmp_path)
+    with pytest.raises(RecipeError, match="gsgd refuses this recipe: max_ratio"):
+        train(SMALL.but(optimizer="gsgd", max_ratio=1), tmp_path)
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+def test_the_paper_s_schedule() -> None:
+    recipe = Recipe(iterations=64_000, lr=1.0, milestones=(0.5, 0.75))
+    assert drops(recipe, 64_000) == (32_000, 48_000)
+    rates = [learning_rate(recipe, i, 64_000) for i in (0, 31_999, 32_000, 47_999, 48_000, 63_999)]
+    assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    assert total_iterations(Recipe(epochs=100, batch_size=64), 60_000) == 93_700
+    assert steps_per_epoch(Recipe(iterations=1), 50_000) == 390
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stack_is_the_grouped_convolution_it_says_it_is() -> None:
+    source = feed(load("digits"), "standard", "none")
+    models = [initial_model(SMALL.but(seed=seed), source) for seed in range(3)]
+    stacked = stack(models)
+    x = torch.randn(3, 5, 64)
+    found = scores(stacked, x, 3)
+    for k, model in enumerate(models):
+        torch.testing.assert_close(found[k], model(x[k]), rtol=1e-6, atol=1e-6)
+    grouped = stacked(x.transpose(0, 1).reshape(5, 3 * 64, 1))
+    torch.testing.assert_close(grouped.view(5, 3, 10).transpose(0, 1), found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", [name for name, recipe in CASES.items() if stackable(recipe)])
+def test_a_stack_gives_the_numbers_of_single_runs(tmp_path: Path, case: str) -> None:
+    base = CASES[case]
+    rates = [base.lr] if base.weight_decay else [base.lr, 0.3 * base.lr]
+    recipes = [base.but(seed=seed, lr=lr) for seed in range(3) for lr in rates]
+    together = train_many(recipes, tmp_path / "stack")
+    for recipe, summary in zip(recipes, together, strict=True):
+        alone = train(recipe, tmp_path / "alone")
+        assert summary["test_error"] == pytest.approx(alone["test_error"], abs=1e-12)
+        for name in ("train_loss", "test_loss", "fit_loss"):
+            assert summary[name] == pytest.approx(alone[name], rel=1e-5)
+        assert [line["lr"] for line in curve(tmp_path / "stack", recipe)] == [
+            line["lr"] for line in curve(tmp_path / "alone", recipe)
+        ]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "gsgd"])
+def test_one_that_diverges_does_not_disturb_its_stack(tmp_path: Path, optimizer: str) -> None:
+    base = SMALL.but(optimizer=optimizer, max_ratio=1e30, max_drift=1e30)
+    recipes = [base.but(lr=0.02), base.but(lr=1e9), base.but(lr=0.01)]
+    together = train_many(recipes, tmp_path / "stack")
+    assert [summary["status"] for summary in together] == ["finished", "diverged", "finished"]
+    for recipe, summary in zip(recipes, together, strict=True):
+        alone = train(recipe, tmp_path / "alone")
+        assert summary["status"] == alone["status"]
+        if alone["status"] == "finished":
+            assert summary["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-5)
+
+
+def test_only_what_differs_in_seed_and_rate_is_stacked(tmp_path: Path) -> None:
+    refused = [[SMALL, SMALL.but(batch_size=32)], [CNN, CNN.but(seed=1)]]
+    decay = SMALL.but(weight_decay=0.1)
+    refused.append([decay, decay.but(lr=0.01)])
+    for recipes in refused:
+        with pytest.raises(RecipeError, match="cannot be stacked"):
+            train_many(recipes, tmp_path)
+
+
+# --- capture ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["sgd with momentum", "gsgd with momentum", "plain"])
+def test_rehearsing_steps_leaves_no_trace(case: str) -> None:
+    """What capture does around its warm-up: snapshot, steps, restore. Training then goes on as if nothing had been."""
+    recipe = CASES[case]
+    source = feed(load("digits"), recipe.inputs, recipe.augment)
+    rows = epoch_rows(0, 0, 1438, recipe.batch_size, source.augment)[:, None]
+    plain, rehearsed = (Single(recipe, source, Engine(device="cpu").resolve()) for _ in range(2))
+    saved = snapshot(rehearsed.live())
+    for step in range(3):
+        rehearsed.step(rows[step])
+    restore(rehearsed.live(), saved)
+    for step in range(4):
+        plain.step(rows[step])
+        rehearsed.step(rows[step])
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(rehearsed.model.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    assert torch.equal(plain.totals, rehearsed.totals)
+
+
+def test_seeds_share_one_compilation(tmp_path: Path) -> None:
+    """aot_eager stands for the compiler: what is tested is that torch follows the step whole and only once."""
+    torch.compiler.reset()
+    compiled = torch.compile(loss_and_errors, backend="aot_eager", dynamic=False, fullgraph=True)
+    for seed in range(3):
+        source = feed(load("digits"), PLAIN.inputs, PLAIN.augment)
+        model = initial_model(PLAIN.but(seed=seed), source)
+        rows = epoch_rows(seed, 0, 1438, 32, source.augment)[0]
+        arguments = (source.images, source.labels, source.augment.take, source.finish, rows, "bf16")
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            loss, errors = compiled(model, *arguments)
+        loss.backward()
+        expected, count = loss_and_errors(initial_model(PLAIN.but(seed=seed), source), *arguments)
+        torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)  # bf16 keeps 8 bits
+        assert errors == count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_captured_step_is_the_eager_step(tmp_path: Path, case: str) -> None:
+    recipe = CASES[case]
+    train(recipe, tmp_path / "graph", engine=Engine(device="cuda", compile=False, graph=True, deterministic=True))
+    train(recipe, tmp_path / "eager", engine=Engine(device="cuda", compile=False, graph=False, deterministic=True))
+    for a, b in zip(curve(tmp_path / "graph", recipe), curve(tmp_path / "eager", recipe), strict=True):
+        assert a["lr"] == b["lr"]
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-4)  # the warm-up may choose other kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["sgd with momentum", "plain", "plain, gsgd by stage"])
+def test_a_gpu_run_continues(tmp_path: Path, case: str) -> None:
+    recipe = CASES[case]
+    engine = Engine(device="cuda", compile=False, deterministic=True)
+    with pytest.raises(Interrupted):
+        train(recipe, tmp_path / "a", engine=engine, stop=stop_at(6))
+    train(recipe, tmp_path / "a", engine=engine)
+    train(recipe, tmp_path / "b", engine=engine)
+    assert_equal_runs(tmp_path / "a", tmp_path / "b", recipe)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
+def test_compiled_and_captured_training_learns(tmp_path: Path, precision: str) -> None:
+    recipe = PLAIN.but(width=16, iterations=60, eval_every=20, precision=precision, train_size=None, test_size=None)
+    summary = train(recipe, tmp_path, engine=Engine(device="cuda"))
+    assert summary["train_loss"] < 1.5 < curve(tmp_path, recipe)[0]["train_loss"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["sgd", "gsgd", "frozen"])
+def test_a_stack_on_a_gpu_gives_the_numbers_of_the_cpu(tmp_path: Path, case: str) -> None:
+    recipes = [CASES[case].but(seed=seed) for seed in range(3)]
+    cpu = train_many(recipes, tmp_path / "cpu", engine=Engine(device="cpu"))
+    gpu = train_many(recipes, tmp_path / "gpu", engine=Engine(device="cuda"))
+    for a, b in zip(cpu, gpu, strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-3)  # 44 steps from other roundings
