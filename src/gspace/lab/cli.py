@@ -32,6 +32,7 @@ class Command:
 
 COMMANDS = {
     "analyze": Command("find the rescaling symmetry of a model", "gspace.lab.analyze"),
+    "reproduce": Command("run a table or figure of the paper", "gspace.lab.reproduce"),
     "demo": Command("analyze and verify small built-in networks", "gspace.lab.demo"),
 }
 

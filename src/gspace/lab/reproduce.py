@@ -1,0 +1,137 @@
+"""`gspace reproduce NAME`: the runs of a table or figure of the paper, those that are not finished, then its report.
+
+`--list` shows them and what they cost; `--list --json` writes the list that `python -m gspace.lab.train --queue` takes.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gspace.lab import options
+from gspace.lab.archive import read_records, scores_of, short_recipe
+from gspace.lab.cost import CPU, GPU, Machine, duration, estimate
+from gspace.lab.data import SETS, data_folder, read
+from gspace.lab.errors import RecipeError
+from gspace.lab.experiment import LENGTHS, Cell, Experiment, Scores, Variant, jobs
+from gspace.lab.recipe import Recipe, check_name
+from gspace.lab.tables import EXPERIMENTS
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    names = "\n".join(f"  {name:16}{e.source or 'ours':18}{e.question}" for name, e in EXPERIMENTS.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"experiments:\n{names}\n\nRunning it again skips what is finished and continues what was stopped."
+    parser.add_argument("name", metavar="NAME", help="an experiment of the list below")
+    parser.add_argument("--quick", action="store_true", help="reduced sizes, minutes on a CPU, marked as such")
+    parser.add_argument(
+        "--length", choices=LENGTHS, default="1", help="fraction of the schedule, marked as such (default: 1)"
+    )
+    add_filters(parser)
+    parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="run folders (default: runs)")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="where the report goes (default: OUT/report/NAME)")
+    parser.add_argument("--list", action="store_true", help="show the runs and their cost, run nothing")
+    parser.add_argument("--json", action="store_true", help="with --list: the queue file, else the summaries, as JSON")
+    options.add_data(parser)
+    options.add_engine(parser)
+
+
+def add_filters(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("only some of the runs (lists are separated by commas)")
+    group.add_argument("--data", type=_names, metavar="SET,...", help="data sets, for example cifar10")
+    group.add_argument("--model", type=_names, metavar="NAME,...", help="networks, for example plain-34")
+    group.add_argument("--method", type=_names, metavar="KEY,...", help="methods, for example sgd,gsgd")
+    group.add_argument("--part", metavar="TEXT", help="tables whose heading holds this text, for example grid")
+    group.add_argument("--seeds", type=_numbers, metavar="N,...", help="seeds, for example 0,1,2 or 0-2")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_name("experiment", args.name, EXPERIMENTS)
+    experiment = EXPERIMENTS[args.name]
+    variant = Variant(args.quick, LENGTHS[args.length], absent_sets(args.data_dir) if args.quick else frozenset())
+    cells = selected(variant.cells(experiment, scores_below(args.out)), args)
+    if args.list:
+        print(as_queue(cells) if args.json else as_text(experiment, variant, cells, scores_below(args.out)))
+        return 0
+    raise RecipeError("running an experiment is not there yet: use --list --json")
+
+
+def absent_sets(data_dir: Path | None) -> frozenset[str]:
+    """The data sets that are not to be found; a damaged one is an error."""
+    root = data_folder(data_dir)
+    return frozenset(name for name, spec in SETS.items() if read(name, spec, root) is None)
+
+
+def scores_below(out: Path) -> Scores:
+    return scores_of(read_records([out]) if out.exists() else [])
+
+
+def selected(cells: Sequence[Cell], args: argparse.Namespace) -> list[Cell]:
+    """The cells and runs that the filters leave; a filter that names nothing is an error."""
+    kept = list(cells)
+    for what, wanted, key in FILTERS:
+        asked = getattr(args, what)
+        if asked is not None:
+            there = {key(cell) for cell in cells}
+            for name in asked:
+                check_name(wanted, name, sorted(there))
+            kept = [cell for cell in kept if key(cell) in asked]
+    if args.part:
+        kept = [cell for cell in kept if args.part in cell.part]
+    if args.seeds is not None:
+        kept = [cell.only(args.seeds) for cell in kept]
+    kept = [cell for cell in kept if cell.recipes]
+    if not kept:
+        raise RecipeError("no run of the experiment fits all of these filters")
+    return kept
+
+
+FILTERS: tuple[tuple[str, str, Callable[[Cell], str]], ...] = (
+    ("data", "data set", lambda cell: cell.recipes[0].stands_for or cell.recipes[0].data),
+    ("model", "network", lambda cell: cell.recipes[0].model),
+    ("method", "method", lambda cell: cell.method.key),
+)
+
+
+def as_queue(cells: Sequence[Cell]) -> str:
+    """The list that `python -m gspace.lab.train --queue` takes, a recipe per line."""
+    return "[\n" + ",\n".join(json.dumps(short_recipe(recipe)) for recipe in jobs(cells)) + "\n]"
+
+
+def as_text(experiment: Experiment, variant: Variant, cells: Sequence[Cell], scores: Scores) -> str:
+    """The experiment in words, its runs per table and method, and what is left to pay."""
+    lines = [f"{experiment.name}: {experiment.question}"]
+    lines += [f"  {note}" for note in (*filter(None, (experiment.source, variant.label)), *experiment.notes)]
+    open_runs: list[Recipe] = []
+    for part in dict.fromkeys(cell.part for cell in cells):
+        lines.append(f"{part}:")
+        for method in dict.fromkeys(cell.method for cell in cells if cell.part == part):
+            runs = jobs([cell for cell in cells if (cell.part, cell.method) == (part, method)])
+            left = [recipe for recipe in runs if scores(recipe) is None]
+            open_runs += left
+            control = " (control)" if method.control else ""
+            lines.append(
+                f"  {method.key:20}{len(runs):5} runs, {len(runs) - len(left)} finished  {method.label}{control}"
+            )
+    left = list(dict.fromkeys(open_runs))
+    lines.append(f"left: {len(left)} runs, about {costs(left)}")
+    return "\n".join(lines)
+
+
+def costs(recipes: Sequence[Recipe]) -> str:
+    """The estimate on each machine that could be meant; the CPU's only where it is bearable."""
+    day = 24 * 3600
+    found: list[tuple[Machine, float]] = [(machine, estimate(recipes, machine)) for machine in (GPU, CPU)]
+    return ", ".join(f"{duration(seconds)} on {machine.name}" for machine, seconds in found if seconds < day)
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        parts = [[int(end) for end in part.split("-")] for part in text.split(",")]
+        return [seed for ends in parts for seed in range(ends[0], ends[-1] + 1)]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of seeds: write 0,1,2 or 0-2") from error
