@@ -3,20 +3,33 @@
 The third control, SGD from the skeleton initialisation, is `init_skeleton_(model)` and `torch.optim.SGD`.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.optim.sgd import sgd
 
 from gspace.base import on_skeleton
 from gspace.graph import Analysis, Residual, analyze
 from gspace.pathrules import Power, power
-from gspace.pathsum import PathGraph, path_graph
+from gspace.pathsum import PathGraph, as_input_of, path_graph
 from gspace.skeleton import build_skeleton
 from gspace.step import Number, plan
 from gspace.trace import Inputs
+
+
+def _require_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the first argument is the model, not its parameters; got {type(model).__name__}")
+
+
+def _own_state(optimizer: Optimizer) -> dict[str, Any]:
+    """What a copy takes along: all but hooks, and the `step` that a scheduler wraps."""
+    alone = ("step", "_zero_grad_profile_name")
+    return {k: v for k, v in vars(optimizer).items() if k not in alone and not k.startswith("_optimizer_")}
 
 
 def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | None]:
@@ -45,25 +58,24 @@ class PathSGD(Optimizer):
     """Steepest descent with respect to the path norm (Neyshabur et al. 2015): w ← w − lr·g/κ.
 
     Under a rescaling w → s·w the gradient becomes g/s and κ becomes κ/s², so that the step becomes s times what it was:
-    the update commutes with the group. Momentum accumulates g/κ, not g, and keeps that.
+    the update commutes with the group. It is torch's SGD with g/κ in place of g; momentum sums up g/κ, and weight
+    decay adds λ·w to it, both of which scale like w and keep that property.
 
     Where κ = 0 every path through the weight has another zero weight. The function does not depend on it, its gradient
-    is 0, and it stays. (Dividing by κ + ε would move it, but no ε scales with κ.) Parameters that are no edge of the
+    is 0, and 0/0 counts as 0. (Dividing by κ + ε would do, but no ε scales with κ.) Parameters that are no edge of the
     network, such as slopes of a PReLU, no rescaling changes: they get plain SGD.
 
     Args:
         model: The model, not its parameters.
-        lr: A number or a tensor.
-        momentum: Decay of the sum of g/κ.
+        lr, momentum, dampening, nesterov, weight_decay, maximize, foreach, fused: As in `torch.optim.SGD`.
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         interval: κ is computed every `interval` steps. The scales do not change in between, so the update still
             commutes with them.
-        maximize: Ascend.
         example_input: A batch the model accepts; not needed where a linear layer comes first.
         analysis: The result of `analyze(model)`.
 
     Raises:
-        PathError: The model has no path norm (`pathsum.py`). BatchNorm counts as the affine map of evaluation mode.
+        PathError: The model has no path norm (`pathrules.py`). BatchNorm counts as the affine map of evaluation mode.
     """
 
     def __init__(
@@ -71,32 +83,51 @@ class PathSGD(Optimizer):
         model: nn.Module,
         lr: Number = 1e-3,
         momentum: float = 0,
+        dampening: float = 0,
+        nesterov: bool = False,
+        weight_decay: Number = 0,
         *,
         params: Iterable[Any] | None = None,
         interval: int = 1,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
         example_input: Inputs | None = None,
         analysis: Analysis | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"the first argument is the model, not its parameters; got {type(model).__name__}")
-        torch.optim.SGD([torch.zeros(1)], lr, momentum)  # torch's own constructor checks what it shares with us
+        _require_model(model)
         if not isinstance(interval, int) or interval < 1:
             raise ValueError(f"interval must be a positive number of steps, got {interval!r}")
+        options: dict[str, Any] = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+        }
+        torch.optim.SGD([torch.zeros(1)], **options)  # torch's own constructor checks what it shares with us
+        self.interval = interval
+        self._edges: list[Tensor] = []
+        super().__init__(list(model.parameters()) if params is None else params, {**options, "steps": 0})
         self.graph = path_graph(model, example_input)
-        found = analysis if analysis is not None else analyze(model, example_input)
+        found = analysis if analysis is not None else analyze(model, as_input_of(model, example_input))
         edges = {e.name for e in found.edges}
         self._edges = [p for name, p in model.named_parameters() if name in edges]
-        self.interval = interval
-        super().__init__(
-            list(model.parameters()) if params is None else params,
-            {"lr": lr, "momentum": momentum, "maximize": maximize, "steps": 0},
-        )
+        self._refuse_strangers()
         if self._trained():
             self.graph.sum(2)  # what cannot be summed is refused here, not at the first step
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("step", "_zero_grad_profile_name")}
+        return _own_state(self)
+
+    def _refuse_strangers(self) -> None:
+        known = {id(p) for p in self.graph.model.parameters()}
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if id(p) not in known:
+                raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
 
     def _trained(self) -> list[Tensor]:
         """The edges of the network among the parameters."""
@@ -104,13 +135,16 @@ class PathSGD(Optimizer):
         mine = (p for group in self.param_groups for p in group["params"])
         return [p for p in mine if p.requires_grad and id(p) in edges]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # which step it is, is no part of a compiled step
     def _refresh(self) -> None:
-        """κ of every edge that is trained, kept in the dtype that a saved state keeps."""
+        """κ of every edge that is trained, kept in the dtype that a saved state keeps; counts the step."""
         stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
         trained = self._trained()
         if stale or any("kappa" not in self.state[p] for p in trained):
             for p, kappa in zip(trained, path_kappa(self.graph, trained), strict=True):
                 self.state[p]["kappa"] = torch.zeros_like(p) if kappa is None else kappa.to(p.dtype)
+        for group in self.param_groups:
+            group["steps"] += 1
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -120,27 +154,30 @@ class PathSGD(Optimizer):
                 loss = closure()
         self._refresh()
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, group)
-            group["steps"] += 1
+            self._step_group(group)
         return loss
 
-    def _update(self, p: Tensor, group: dict[str, Any]) -> None:
-        assert p.grad is not None
-        if p.grad.is_sparse:
-            raise RuntimeError("PathSGD does not support sparse gradients")
-        direction = -p.grad if group["maximize"] else p.grad
-        state = self.state[p]
-        if "kappa" in state:
-            direction = torch.where(state["kappa"] > 0, direction / state["kappa"], 0)
-        if group["momentum"] != 0:
-            if "momentum_buffer" in state:
-                direction = state["momentum_buffer"].mul_(group["momentum"]).add_(direction)
-            else:
-                state["momentum_buffer"] = direction.clone()
-        lr = group["lr"]
-        p.sub_(direction * lr) if isinstance(lr, Tensor) else p.add_(direction, alpha=-lr)
+    def _direction(self, p: Tensor, grad: Tensor) -> Tensor:
+        """g/κ, 0 where κ is."""
+        kappa = self.state[p].get("kappa")
+        if kappa is None:
+            return grad
+        if grad.is_sparse:
+            raise RuntimeError("PathSGD does not support sparse gradients of weights on paths; use dense ones")
+        return torch.where(kappa > 0, grad / kappa, 0)
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        active = [p for p in group["params"] if p.grad is not None]
+        if not active:
+            return
+        directions = [self._direction(p, p.grad) for p in active]
+        momentum = group["momentum"] != 0
+        buffers: list[Tensor | None] = [self.state[p].get("momentum_buffer") for p in active] if momentum else []
+        rest = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach", "fused")
+        sparse = any(d.is_sparse for d in directions)
+        sgd(active, directions, buffers, has_sparse_grad=sparse, **{key: group[key] for key in rest})
+        for p, buffer in zip(active, buffers, strict=False):
+            self.state[p]["momentum_buffer"] = buffer
 
 
 class FrozenSkeletonSGD(torch.optim.SGD):
@@ -168,8 +205,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         pin: Iterable[str] = (),
         **options: Any,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"the first argument is the model, not its parameters; got {type(model).__name__}")
+        _require_model(model)
         super().__init__(list(model.parameters()) if params is None else params, lr, **options)
         found = analysis if analysis is not None else analyze(model, example_input, residual=residual, pin=pin)
         self.skeleton = build_skeleton(model, found, choice="aligned" if on_skeleton(model, found) else "pivoted")
@@ -180,7 +216,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("step", "_zero_grad_profile_name")}
+        return _own_state(self)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "frozen": {name: entries for name, (_, entries) in self._free.items()}}
@@ -195,7 +231,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         places = [(weight, tuple(i.to(weight.device) for i in entries)) for weight, entries in self._free.values()]
         before = [weight[entries] for weight, entries in places]
-        loss = super().step(closure)
+        loss = inspect.unwrap(torch.optim.SGD.step)(self, closure)  # hooks run around this step, not within it
         for (weight, entries), value in zip(places, before, strict=True):
             weight[entries] = value
         return loss

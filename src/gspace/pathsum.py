@@ -58,6 +58,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
     for name, m in unwrap(model).named_modules():
         if m._forward_hooks or m._forward_pre_hooks:
             raise PathError(f"a forward hook on {name or 'the model'!r} may change anything inside it: remove it first")
+    example_input = as_input_of(model, example_input)
     traced = trace(model, example_input)[-1]  # the last is that of evaluation mode
     if example_input is None:
         return PathGraph(model, traced, (_input_shape(traced),), 1)
@@ -65,6 +66,16 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
         return PathGraph(model, traced, _shapes(example_input, 1), 1)
     batch = next((x.shape[0] for x in flatten_arguments(example_input) if isinstance(x, Tensor) and x.dim()), 1)
     return PathGraph(model, traced, _shapes(example_input, None), batch)  # torch.export has fixed the sizes
+
+
+def as_input_of(model: nn.Module, inputs: Any) -> Any:
+    """`inputs` with floating-point tensors in the dtype of the model: only their shapes matter."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if isinstance(inputs, Mapping):
+        return {key: as_input_of(model, value) for key, value in inputs.items()}
+    if isinstance(inputs, (tuple, list)):
+        return tuple(as_input_of(model, value) for value in inputs)
+    return inputs.to(dtype) if isinstance(inputs, Tensor) and inputs.is_floating_point() else inputs
 
 
 def _shapes(inputs: Any, batch: int | None) -> Any:
