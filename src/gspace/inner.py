@@ -1,6 +1,6 @@
 """InGSpace: any torch optimizer, acting on path values instead of weights."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gspace import step as algorithm
+from gspace.base import Allocation, GSpaceOptimizer, Reference, wide
 from gspace.graph import Analysis, Residual
-from gspace.optim import Allocation, Reference, _GSpaceOptimizer
 from gspace.step import BatchNormRule
 from gspace.trace import Inputs
 
 
-class InGSpace(_GSpaceOptimizer):
+class InGSpace(GSpaceOptimizer):
     """Runs `optimizer_class` on v: the path values of a model's basis paths, and its parameters outside every unit.
 
     Each parameter that touches units is shown to the inner optimizer as a tensor of the same shape that holds path
@@ -41,7 +41,7 @@ class InGSpace(_GSpaceOptimizer):
         residual: Residual = "pin",
         pin: Iterable[str] = (),
         max_ratio: float = 1.5,
-        max_drift: float = 10.0,
+        max_drift: float = 1.1,
         allocation: Allocation = "fixed",
         example_input: Inputs | None = None,
         analysis: Analysis | None = None,
@@ -50,7 +50,7 @@ class InGSpace(_GSpaceOptimizer):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
         self.optimizer_class, self.optimizer_kwargs = optimizer_class, kwargs
-        self.inner: Optimizer | None = None
+        self._owned: dict[Tensor | int, Tensor] = {}
         # Any parameters do to learn (and check) the defaults of the inner optimizer.
         probe = optimizer_class([nn.Parameter(torch.zeros(2, 2))], **kwargs)
         super().__init__(
@@ -68,31 +68,44 @@ class InGSpace(_GSpaceOptimizer):
             allocation=allocation,
         )
 
-    def _build(self) -> None:
-        super()._build()
+    # The inner optimizer ----------------------------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        super()._place()
         self._make_inner()
 
     def _make_inner(self) -> None:
-        """The tensors the inner optimizer owns: path values, roots, and the outside parameters themselves."""
-        self._values = [nn.Parameter(torch.zeros_like(w)) for w in self._weights]
-        groups: list[dict[str, Any]] = []
+        """Makes the inner optimizer; the state of what it owned before goes on."""
+        known = {key: self.inner.state[p] for key, p in self._owned.items() if p in self.inner.state}
+        self._values = [nn.Parameter(torch.zeros_like(wide(w))) for w in self._weights]
+        for v in self._values:
+            v.grad = torch.zeros_like(v)
         self._roots: list[tuple[Tensor, nn.Parameter]] = []
+        is_root = self._root == torch.arange(len(self._root), device=self._root.device)
+        groups: list[dict[str, Any]] = []
         for g, group in enumerate(self.param_groups):
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             mine = [v for v, at in zip(self._values, self._layer_group, strict=True) if at == g]
             groups.append({**options, "params": mine + self._outside[g]})
-            units = (self._unit_group == g) & (self._root == torch.arange(len(self._root), device=self._root.device))
-            units[0] = False
-            at = units.nonzero()[:, 0]
-            row = nn.Parameter(torch.zeros(1, len(at), dtype=self.incoming.dtype, device=self.incoming.device))
+            at = (is_root & (self._unit_group == g))[1:].nonzero()[:, 0] + 1
+            row = nn.Parameter(torch.zeros_like(self._last[0][at][None]))
             self._roots.append((at, row))
-            groups.append({**options, "params": [row], **({"weight_decay": 0} if "weight_decay" in options else {})})
-        self.inner = self.optimizer_class(groups, **self.optimizer_kwargs)
+            undecayed = {"weight_decay": 0} if "weight_decay" in options else {}
+            groups.append({**options, "params": [row] if len(at) else [], **undecayed})
+        self.inner: Optimizer = self.optimizer_class(groups, **self.optimizer_kwargs)
+        # What the inner optimizer's tensors stand for: a parameter, or the trained skeleton paths of a group.
+        self._owned = {p: p for group in self._outside for p in group}
+        self._owned.update(zip(self._weights, self._values, strict=True))
+        self._owned.update({g: row for g, (_, row) in enumerate(self._roots)})
+        self.inner.state.update({self._owned[key]: state for key, state in known.items() if key in self._owned})
+        self.inner.load_state_dict(self.inner.state_dict())  # casts the state to where the parameters are now
+
+    def _restart(self, weights: Sequence[Tensor]) -> None:
+        for key in [*weights, *range(len(self._roots))]:
+            self.inner.state.pop(self._owned[key], None)
 
     def _sync_groups(self) -> None:
         """Schedulers write hyper-parameters into our groups; the inner optimizer reads its own."""
-        if self.inner is None:
-            return
         for g, group in enumerate(self.param_groups):
             for k, inner in enumerate(self.inner.param_groups[2 * g : 2 * g + 2]):
                 for key, value in group.items():
@@ -100,41 +113,41 @@ class InGSpace(_GSpaceOptimizer):
                         inner[key] = value
 
     def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "inner": self.inner.state_dict() if self.inner is not None else None}
+        return {**super()._own_state(), "inner": self.inner.state_dict()}
 
-    def _load_own_state(self, own: dict[str, Any]) -> None:
+    def _load_own_state(self, own: Mapping[str, Any]) -> None:
         super()._load_own_state(own)
-        self._make_inner()
-        if self.inner is not None:
-            self.inner.load_state_dict(own["inner"])
+        self.inner.load_state_dict(own["inner"])
+
+    # One step ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not torch.compiler.is_compiling():
-            self._check()
-            self._refuse_non_finite()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self._begin(closure)
         self._sync_groups()
-        self._show()
-        if self.inner is not None:
+        read = self._read()
+        if read is None:
+            self._hide()
             self.inner.step()
-        self._allocate()
+        else:
+            self._show(*read)
+            self.inner.step()
+            self._allocate(read[0])
         return loss
 
-    def _show(self) -> None:
+    def _hide(self) -> None:
+        """No gradient: the inner optimizer leaves path values alone."""
+        for v in [*self._values, *(row for _, row in self._roots)]:
+            v.grad = None
+
+    def _show(self, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Writes v and ∂ℓ/∂v into the tensors of the inner optimizer."""
-        if not self._layers:
-            return
-        grads = self._grads()
-        root_grad = self._root_path_grads(grads)
+        root_grad = self._root_path_grads(weights, grads)
         value = self.incoming * self.outgoing
-        for layer, weight, grad, v in zip(self._layers, self._weights, grads, self._values, strict=True):
+        for layer, weight, grad, v in zip(self._layers, weights, grads, self._values, strict=True):
             view = layer.edges.view(weight)
             inverse = self._inverses(layer, view)
-            if v.grad is None:
+            if v.grad is None:  # a copy has none, and none is there after a step without gradients
                 v.grad = torch.zeros_like(v)
             layer.edges.view(v.detach()).copy_(view / inverse)
             layer.edges.view(v.grad).copy_(algorithm.path_gradient(layer, view, grad, inverse, 0, self.batch_norm))
@@ -144,21 +157,19 @@ class InGSpace(_GSpaceOptimizer):
             row.copy_(value[at][None])
             row.grad = root_grad[at][None].to(row.dtype)
 
-    def _allocate(self) -> None:
-        """Reads v' back and allocates it to weights."""
-        if not self._layers:
-            return
+    def _allocate(self, weights: Sequence[Tensor]) -> None:
+        """Reads v' back and allocates it to weights: lr·d of `allocate_weights` is v − v' here."""
         raw = torch.ones_like(self.incoming)
         value = self.incoming * self.outgoing
         for at, row in self._roots:
             raw[at] = row[0] / value[at]
         ratio, _ = algorithm.path_ratio(value, (1 - raw) * value, 1.0, self.max_ratio, self.max_drift)
         every, spread = self._finish(ratio, raw)
-        for layer, weight, v in zip(self._layers, self._weights, self._values, strict=True):
+        for k, (layer, weight, v) in enumerate(zip(self._layers, weights, self._values, strict=True)):
             view = layer.edges.view(weight)
             inverse = self._inverses(layer, view)
+            moved = view / inverse - layer.edges.view(v)
             entries = algorithm.allocate_skeleton(layer, weight[layer.entries], every, spread)
-            moved = layer.edges.view(v) * inverse
-            view.copy_(moved * layer.columns(1 / (every * spread), view) * layer.rows(spread, view))
-            weight[layer.entries] = entries
+            new = algorithm.allocate_weights(layer, view, moved, inverse, every, spread, 1)
+            self._write(layer, self._weights[k], weight, new, entries)
         self._advance(every, spread)

@@ -35,7 +35,7 @@ class GSGD(GSpaceOptimizer):
         max_ratio: Bound on the ratio by which a trained skeleton path changes in one step.
         max_drift: Bound on its value over training.
         max_path_grad_norm: Clips the norm of ∂ℓ/∂v; clipping ∂ℓ/∂w would not be invariant.
-        allocation: "fixed" never changes free skeleton weights; "spread" shares each ratio between both sides of a unit.
+        allocation: "fixed" never changes free skeleton weights; "spread" shares each ratio between both sides.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GSGD(GSpaceOptimizer):
         residual: Residual = "pin",
         pin: Iterable[str] = (),
         max_ratio: float = 1.5,
-        max_drift: float = 10.0,
+        max_drift: float = 1.1,
         max_path_grad_norm: float | None = None,
         allocation: Allocation = "fixed",
         maximize: bool = False,
@@ -63,7 +63,7 @@ class GSGD(GSpaceOptimizer):
         analysis: Analysis | None = None,
     ) -> None:
         # torch's own constructor checks the hyper-parameters it shares with us.
-        shared = {"maximize": maximize, "foreach": foreach, "fused": fused}
+        shared: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "fused": fused}
         torch.optim.SGD([torch.zeros(1)], lr, momentum, dampening, weight_decay, nesterov, **shared)
         if max_path_grad_norm is not None and not max_path_grad_norm > 0:
             raise ValueError(f"max_path_grad_norm must be positive, got {max_path_grad_norm}")
@@ -116,14 +116,8 @@ class GSGD(GSpaceOptimizer):
         return torch.stack([torch.as_tensor(v).to(self.incoming).reshape(()) for v in values])[self._unit_group]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not torch.compiler.is_compiling():
-            self._check()
-            self._refuse_non_finite()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self._begin(closure)
         self._step_units()
         for group, outside in zip(self.param_groups, self._outside, strict=True):
             self._step_outside(group, outside)
@@ -179,8 +173,12 @@ class GSGD(GSpaceOptimizer):
             buffer = self._root_state["momentum_buffer"] = root_grad.clone()
         else:
             buffer.mul_(momentum).add_(root_grad * (1 - dampening))
-        nesterov = torch.as_tensor(self._per_unit("nesterov"), device=buffer.device)
-        return torch.where(nesterov > 0, root_grad + momentum * buffer, buffer)
+        nesterov, direction = self._per_unit("nesterov"), buffer
+        if isinstance(nesterov, Tensor):
+            direction = torch.where(nesterov > 0, root_grad + momentum * buffer, buffer)
+        elif nesterov:
+            direction = root_grad + momentum * buffer
+        return torch.where(momentum == 0, root_grad, direction) if isinstance(momentum, Tensor) else direction
 
     def _momentum(self, layer: Layer, weight: Tensor, path_grad: Tensor, group: dict[str, Any]) -> Tensor:
         if group["momentum"] == 0:
@@ -203,19 +201,23 @@ class GSGD(GSpaceOptimizer):
         buffers: list[Tensor | None] = []
         if group["momentum"] != 0:
             buffers = [self.state[p].get("momentum_buffer") for p in active]
+        lr, fused = group["lr"], group["fused"]
+        if fused is None and group["foreach"] is None and isinstance(lr, Tensor) and lr.is_cuda:
+            # torch's other ways read a rate on the device from the host: a wait, and no CUDA graph.
+            lr, fused = lr.float(), True
         sgd(
             active,
             [p.grad for p in active],  # type: ignore[misc]
             buffers,
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
-            lr=group["lr"],
+            lr=lr,
             dampening=group["dampening"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
             has_sparse_grad=any(p.grad.is_sparse for p in active if p.grad is not None),
             foreach=group["foreach"],
-            fused=group["fused"],
+            fused=fused,
         )
         for p, buffer in zip(active, buffers, strict=False):
             self.state[p]["momentum_buffer"] = buffer

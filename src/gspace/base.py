@@ -1,0 +1,385 @@
+"""What GSGD and InGSpace share: the skeleton, the coordinates Ĩ and Õ, and keeping both true to the weights.
+
+A step advances Ĩ and Õ along with the weights it writes. They depend on nothing but the values of skeleton weights, so
+they can be measured at any time; that is done before the next step whenever somebody else wrote, moved or loaded the
+weights. Coordinates that agree with the weights to rounding are kept as they are: saving, copying or resuming never
+changes a trajectory.
+
+Tensors and dicts are changed in place, attributes are not assigned inside a step: a compiled step loses assignments to
+attributes of an optimizer.
+
+Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from gspace import step as algorithm
+from gspace.balance import balanced_log_scales
+from gspace.graph import Analysis, Residual, analyze
+from gspace.skeleton import Skeleton, build_skeleton, path_products, skeleton_values
+from gspace.step import BatchNormRule, Layer
+from gspace.trace import Inputs
+
+Reference = Literal["one", "balanced"]
+Allocation = Literal["fixed", "spread"]
+
+
+def on_skeleton(model: nn.Module, analysis: Analysis) -> bool:
+    """Whether every aligned free weight is ±1, as `init_skeleton_` leaves a network."""
+    skeleton = build_skeleton(model, analysis, choice="aligned")
+    _, free = skeleton_values(skeleton, dict(model.named_parameters()))
+    return skeleton.H > 0 and bool((free.abs() == 1).all())
+
+
+class GSpaceOptimizer(Optimizer):
+    """Bookkeeping of an optimizer that moves in G-space; a subclass adds what happens to path values in `step`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Any] | None,
+        defaults: dict[str, Any],
+        *,
+        example_input: Inputs | None,
+        analysis: Analysis | None,
+        reference: Reference | None,
+        batch_norm: BatchNormRule,
+        residual: Residual,
+        pin: Iterable[str],
+        max_ratio: float,
+        max_drift: float,
+        allocation: Allocation,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"the first argument is the model, not its parameters; got {type(model).__name__}")
+        _one_of("batch_norm", batch_norm, ("released", "paper"))
+        _one_of("reference", reference, (None, "one", "balanced"))
+        _one_of("allocation", allocation, ("fixed", "spread"))
+        for name, bound in (("max_ratio", max_ratio), ("max_drift", max_drift)):
+            if not bound > 1:
+                raise ValueError(f"{name} must be greater than 1 (inf: no bound), got {bound}")
+        if allocation == "spread" and max_ratio == float("inf"):
+            raise ValueError("allocation='spread' takes roots of path ratios and needs a finite max_ratio")
+        for name, value in defaults.items():
+            if isinstance(value, float | Tensor) and value != value:
+                raise ValueError(f"{name} is not a number: {value}")
+        self.model = model
+        self.batch_norm, self.allocation = batch_norm, allocation
+        self.max_ratio, self.max_drift = max_ratio, max_drift
+        self._ready = False
+        super().__init__(list(model.parameters()) if params is None else params, defaults)
+        self.analysis = analysis if analysis is not None else analyze(model, example_input, residual=residual, pin=pin)
+        if reference is None:
+            reference = "one" if on_skeleton(model, self.analysis) else "balanced"
+        self.reference: Reference = reference
+        self._adopt(self._find_skeleton())
+        self._ready = True
+
+    # Construction -----------------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _find_skeleton(self) -> Skeleton:
+        mine = {id(p) for p in self._parameters() if p.requires_grad}
+        trained = {name for name, p in self.model.named_parameters() if id(p) in mine}
+        choice: Literal["aligned", "pivoted"] = "aligned" if self.reference == "one" else "pivoted"
+        return build_skeleton(self.model, self.analysis, choice=choice, trained=trained)
+
+    def _adopt(self, skeleton: Skeleton) -> None:
+        """Takes a skeleton and measures its reference in the weights of now."""
+        self.skeleton = skeleton
+        weights = dict(self.model.named_parameters())
+        (log_in, sign_in), (log_out, sign_out) = self._products(weights)
+        if self.reference == "balanced":
+            # In the balanced representative I(u) is I(u)·c(u) and O(u) is O(u)/c(u): Ĩ = 1/c, Õ = c, both positive.
+            shift = balanced_log_scales(skeleton.edges, weights, skeleton.H + 1)
+            self._reference_in, self._reference_out = (log_in + shift, sign_in), (log_out - shift, sign_out)
+        else:
+            zero, one = torch.zeros_like(log_in), torch.ones_like(sign_in)
+            self._reference_in, self._reference_out = (zero, one), (zero, one)
+        self._place()
+        self.incoming, self.outgoing = self._measure()
+        self._mark()
+
+    def _products(self, weights: Mapping[str, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        into, out = skeleton_values(self.skeleton, weights)
+        return path_products(into, self.skeleton.parent), path_products(out, self.skeleton.child)
+
+    def _place(self) -> None:
+        """Everything that depends on where the parameters live and which group they are in."""
+        weights = dict(self.model.named_parameters())
+        self._layers = algorithm.plan(self.skeleton, weights)
+        self._weights = [weights[layer.edges.name] for layer in self._layers]
+        device = self._weights[0].device if self._weights else torch.device("cpu")
+        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
+        self._layer_group = [group_of[id(w)] for w in self._weights]
+        self._root = self.skeleton.root.to(device)
+        self._unit_group = torch.zeros(self.skeleton.H + 1, dtype=torch.long, device=device)
+        for layer, g in zip(self._layers, self._layer_group, strict=True):
+            self._unit_group[layer.root] = g
+        inside = {id(w) for w in self._weights}
+        self._outside = [[p for p in group["params"] if id(p) not in inside] for group in self.param_groups]
+        dtype = torch.float64 if any(w.dtype == torch.float64 for w in self._weights) else torch.float32
+        self._last = tuple(torch.ones(self.skeleton.H + 1, dtype=dtype, device=device) for _ in range(2))
+        self._narrow = any(wide(w) is not w for w in self._weights)
+        self._home = [(w.device, w.dtype) for w in self._weights]
+        self._trained = [p.requires_grad for p in self._parameters()]
+        self._links = [
+            (path, owner, dict(owner))
+            for path, m in self.model.named_modules()
+            for owner in (m._parameters, m._modules)
+        ]
+
+    def _measure(self) -> tuple[Tensor, Tensor]:
+        """Ĩ and Õ of the weights as they are."""
+        result = []
+        measured = self._products(dict(self.model.named_parameters()))
+        for (log, sign), (ref, ref_sign) in zip(measured, (self._reference_in, self._reference_out), strict=True):
+            value = sign * ref_sign.to(sign) * (log - ref.to(log)).exp()
+            result.append(value.to(self._last[0]))
+        return result[0], result[1]
+
+    # Keeping up with the model ----------------------------------------------------------------------------------------
+
+    def _now(self) -> list[tuple[Any, ...]]:
+        return [(w._version, w.data_ptr(), w.device, w.dtype) for w in self._weights]
+
+    def _mark(self) -> None:
+        """The weights are those the coordinates belong to. Rounded to 16 bits they may not be: measure them again."""
+        if not torch.compiler.is_compiling():
+            self._seen = None if self._narrow else self._now()
+
+    def _check(self) -> None:
+        """The model must be the one that was analyzed; weights that others changed give new coordinates."""
+        for path, owner, seen in self._links:
+            if owner.keys() != seen.keys() or any(owner[key] is not value for key, value in seen.items()):
+                key = next(k for k in [*seen, *owner] if k not in owner or k not in seen or owner[k] is not seen[k])
+                where = f"{path}.{key}".strip(".")
+                raise RuntimeError(
+                    f"the model was changed after {type(self).__name__} was made: {where!r} is not what it was. "
+                    f"Make a new {type(self).__name__} for the changed model."
+                )
+        if [p.requires_grad for p in self._parameters()] != self._trained:
+            self._refit()
+        if self._seen != self._now():
+            self._follow()
+
+    def _follow(self) -> None:
+        """Takes Ĩ and Õ from the weights, except where they agree to rounding."""
+        moved = [(w.device, w.dtype) for w in self._weights] != self._home
+        if moved:
+            self._place()
+        fresh = self._measure()
+        if not all(bool(x.isfinite().all() & (x != 0).all()) for x in fresh):
+            raise RuntimeError(
+                f"weights were changed so that a path value of {type(self).__name__} is 0 or not finite. "
+                f"Make a new {type(self).__name__}: it will choose other skeleton weights."
+            )
+        for name, new in zip(("incoming", "outgoing"), fresh, strict=True):
+            old = getattr(self, name).to(new)
+            close = (new - old).abs() <= torch.finfo(new.dtype).eps ** 0.5 * old.abs()
+            setattr(self, name, old.copy_(torch.where(close, old, new)))
+        if moved:
+            self._move_state()
+        self._mark()
+
+    def _move_state(self) -> None:
+        """State goes where the parameters went."""
+        for p, state in self.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape:
+                    state[key] = value.to(p.device, p.dtype)
+
+    def _refit(self) -> None:
+        """Units that a new or thawed parameter brings in, or a frozen one takes away."""
+        skeleton = self._find_skeleton()
+        pairs = zip(skeleton.edges, self.skeleton.edges, strict=True)
+        if all(torch.equal(a.head, b.head) and torch.equal(a.tail, b.tail) for a, b in pairs):
+            self._place()
+        else:
+            before = self._weights
+            self._adopt(skeleton)
+            self._restart([*before, *self._weights])
+
+    def _restart(self, weights: Sequence[Tensor]) -> None:
+        """Forgets what these parameters accumulated in other coordinates."""
+        for w in weights:
+            self.state.pop(w, None)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, for example a layer that was frozen until now.
+
+        If they bring in new units, the coordinates of the whole network are measured anew, and momentum and other
+        state of parameters that touch units starts again.
+        """
+        super().add_param_group(param_group)
+        names = {id(p) for p in self.model.parameters()}
+        stranger = next((p for p in self.param_groups[-1]["params"] if id(p) not in names), None)
+        if stranger is not None:
+            self.param_groups.pop()
+            shape = tuple(stranger.shape)
+            raise ValueError(f"params holds a tensor of shape {shape} that is no parameter of the model")
+        if self._ready:
+            self._refit()
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    _CHOICE = ("in_edge", "in_index", "out_edge", "out_index", "parent", "child", "root")
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "reference": self.reference,
+            "skeleton": {name: getattr(self.skeleton, name) for name in self._CHOICE},
+            "units": [(e.head, e.tail) for e in self.skeleton.edges],
+            "reference_in": self._reference_in,
+            "reference_out": self._reference_out,
+            "incoming": self.incoming,
+            "outgoing": self.outgoing,
+        }
+
+    def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
+        if own.keys() != self._own_state().keys():
+            raise ValueError(f"this is the state of another optimizer, not of {type(self).__name__}")
+        shapes = [(head.shape, tail.shape) for head, tail in own["units"]]
+        if shapes != [(e.head.shape, e.tail.shape) for e in self.skeleton.edges]:
+            raise ValueError("this state belongs to another network: its layers have other sizes")
+        units = zip(self.skeleton.edges, own["units"], strict=True)
+        edges = tuple(replace(e, head=head.cpu(), tail=tail.cpu()) for e, (head, tail) in units)
+        mine = {id(p) for p in self._parameters()}
+        weights = dict(self.model.named_parameters())
+        lost = [e.name for e in edges if bool(e.head.any() | e.tail.any()) and id(weights[e.name]) not in mine]
+        if lost:
+            raise ValueError(f"this state trains {lost[0]} in G-space, which is no parameter of this optimizer")
+        choice = {name: own["skeleton"][name].cpu() for name in self._CHOICE}
+        return replace(self.skeleton, edges=edges, H=len(choice["root"]) - 1, **choice)
+
+    def _load_own_state(self, own: Mapping[str, Any]) -> None:
+        self.reference = own["reference"]
+        self._reference_in, self._reference_out = tuple(own["reference_in"]), tuple(own["reference_out"])
+        self._place()
+        like = self._measure()[0]
+        self.incoming, self.outgoing = (own[name].to(like, copy=True) for name in ("incoming", "outgoing"))
+        self._seen = None  # the weights may be loaded after this, or before, or never
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "gspace": self._own_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "gspace" not in state_dict:
+            raise ValueError(f"this is not the state of a {type(self).__name__}: it has no coordinates")
+        skeleton = self._saved_skeleton(state_dict["gspace"])
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "gspace"})
+        self.skeleton = skeleton
+        self._load_own_state(state_dict["gspace"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to this object alone: hooks, and the `step` that a scheduler wraps."""
+        own = ("step", "_zero_grad_profile_name")
+        return {k: v for k, v in self.__dict__.items() if k not in own and not k.startswith("_optimizer_")}
+
+    # One step ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self, closure: Callable[[], Any] | None) -> Any:
+        """What comes before every step: the closure, and whether it may be taken."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not torch.compiler.is_compiling():
+            self._check()
+            self._refuse_non_finite()
+        return loss
+
+    def _read(self) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
+        """Weights that touch units and their gradients (a missing one is 0), at least in float32; None: no gradient."""
+        if all(w.grad is None for w in self._weights):
+            return None
+        for layer, w in zip(self._layers, self._weights, strict=True):
+            if w.grad is not None and w.grad.is_sparse:
+                raise RuntimeError(
+                    f"{layer.edges.name} has a sparse gradient: G-space mixes all of its entries; use dense ones"
+                )
+        grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in self._weights]
+        if not self._narrow:
+            return self._weights, grads
+        return [wide(w) for w in self._weights], [wide(g) for g in grads]
+
+    def _refuse_non_finite(self) -> None:
+        grads = [
+            (p, p.grad._values() if p.grad.is_sparse else p.grad) for p in self._parameters() if p.grad is not None
+        ]
+        if not grads or any(g.device.type != "cpu" for _, g in grads):
+            return
+        norms = torch._foreach_norm([g for _, g in grads], torch.inf)
+        finite = torch.stack([norm.float() for norm in norms]).isfinite()
+        if not bool(finite.all()):
+            bad = grads[int(finite.logical_not().nonzero()[0])][0]
+            name = next(name for name, p in self.model.named_parameters() if p is bad)
+            raise RuntimeError(f"the gradient of {name} is not finite; no weight and no state was changed")
+
+    def _inverses(self, layer: Layer, view: Tensor) -> Tensor:
+        """1/(Ĩ(tail)·Õ(head)), to broadcast against the view."""
+        return layer.columns(1 / self.incoming, view) * layer.rows(1 / self.outgoing, view)
+
+    def _root_path_grads(self, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+        """∂ℓ/∂v of the trained skeleton paths, `(H + 1,)`, by the inverse chain rule."""
+        sums = algorithm.flow(self._layers, weights, grads, self.incoming, self.batch_norm)
+        q = algorithm.inverse_chain_rule(sums, self._root)
+        norms = algorithm.root_norms(self._layers, weights, self.incoming, self.batch_norm)
+        return q / norms / (self.incoming * self.outgoing)
+
+    def _finish(self, ratio: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
+        """R of every unit from R of the roots, and the scales c that spread it (ones where free weights stay fixed)."""
+        self._last[0].copy_(ratio)
+        self._last[1].copy_(raw)
+        every = ratio[self._root]
+        spread = every.abs().rsqrt() if self.allocation == "spread" else torch.ones_like(every)
+        return every, spread
+
+    def _write(self, layer: Layer, parameter: Tensor, weight: Tensor, view: Tensor, entries: Tensor) -> None:
+        """Puts the new view and the new skeleton entries into the parameter; `weight` is what `_read` gave."""
+        layer.edges.view(weight).copy_(view)
+        weight[layer.entries] = entries
+        if weight is not parameter:
+            parameter.copy_(weight)
+
+    def _advance(self, every: Tensor, spread: Tensor) -> None:
+        self.incoming.mul_(every * spread)
+        self.outgoing.div_(spread)
+        self._mark()
+
+    def statistics(self) -> dict[str, Any]:
+        """The last step: quantiles of the path ratios, how many were clipped, path values and learning rates per unit.
+
+        Computed when called; a step only keeps two unit vectors for it. Before the first step every ratio is 1.
+        """
+        ratio, raw = self._last
+        roots = (self._root == torch.arange(len(self._root), device=self._root.device)).nonzero()[1:, 0]
+        value = (self.incoming * self.outgoing)[1:]
+        lr = torch.stack([torch.as_tensor(g["lr"], dtype=torch.float64) for g in self.param_groups])
+        at = torch.tensor([0.0, 0.05, 0.5, 0.95, 1.0], dtype=ratio.dtype, device=ratio.device)
+        quantiles = ratio[roots].quantile(at).tolist() if len(roots) else []
+        return {
+            "ratio_quantiles": dict(zip(at.tolist(), quantiles, strict=False)),
+            "clipped": int((ratio != raw)[roots].sum()),
+            "roots": len(roots),
+            "path_value": value,
+            "effective_lr": lr.to(value.device)[self._unit_group[1:]] / value.double().square(),
+        }
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32: a ratio near 1 has no place in 16 bits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(repr(a) for a in allowed)}, got {value!r}")

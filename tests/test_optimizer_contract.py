@@ -1,0 +1,266 @@
+"""Construction and parameter groups."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gspace
+from contract import (
+    GSPACE,
+    KINDS,
+    Kind,
+    Net,
+    assert_same,
+    batches,
+    moved,
+    train,
+    values,
+)
+
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
+
+
+@kinds
+def test_it_trains(kind: Kind) -> None:
+    model = Net()
+    losses = train(model, kind.make(model), batches(1) * 60)
+    assert losses[-1] < 0.3 * losses[0]
+
+
+# Construction ---------------------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], str]] = {
+    "lr": (torch.optim.Optimizer, {"lr": -0.1}, "learning rate"),
+    "decay": (torch.optim.Optimizer, {"weight_decay": -0.1}, "weight_decay"),
+    "tensor-lr": (torch.optim.Optimizer, {"lr": torch.tensor([0.1, 0.1])}, "1-element"),
+    "momentum": (torch.optim.SGD, {"momentum": -0.1}, "momentum"),
+    "nesterov": (torch.optim.SGD, {"momentum": 0.0, "nesterov": True}, "Nesterov"),
+    "dampened-nesterov": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "nesterov": True}, "Nesterov"),
+    "betas": (torch.optim.Adam, {"betas": (1.5, 0.9)}, "beta"),
+    "eps": (torch.optim.Adam, {"eps": -1.0}, "epsilon"),
+}
+BAD_IN_GSPACE: dict[str, tuple[dict[str, Any], str]] = {
+    "lr-nan": ({"lr": math.nan}, "lr|learning rate"),
+    "tensor-lr-nan": ({"lr": torch.tensor(math.nan)}, "lr|learning rate"),
+    "reference": ({"reference": "two"}, "reference must be one of None, 'one', 'balanced', got 'two'"),
+    "batch_norm": ({"batch_norm": "none"}, "batch_norm must be one of 'released', 'paper'"),
+    "allocation": ({"allocation": "even"}, "allocation must be one of 'fixed', 'spread'"),
+    "residual": ({"residual": "cut"}, "residual must be 'pin' or 'tie'"),
+    "pin": ({"pin": ["hiden"]}, "did you mean 'hidden'"),
+    "max_ratio": ({"max_ratio": 1.0}, "max_ratio must be greater than 1"),
+    "max_drift": ({"max_drift": math.nan}, "max_drift must be greater than 1"),
+    "spread": ({"allocation": "spread", "max_ratio": math.inf}, "needs a finite max_ratio"),
+    "strangers": ({"params": [torch.zeros(3, 7)]}, r"shape \(3, 7\) that is no parameter of the model"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [(kind, bad) for kind in KINDS for bad, (applies_to, _, _) in BAD.items() if issubclass(kind.twin, applies_to)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_bad_hyper_parameters_are_refused(kind: Kind, bad: str) -> None:
+    _, options, message = BAD[bad]
+    with pytest.raises(ValueError, match=message):
+        kind.make(Net(), **options)
+
+
+@pytest.mark.parametrize("bad", BAD_IN_GSPACE)
+@gspace_kinds
+def test_bad_choices_are_refused(kind: Kind, bad: str) -> None:
+    options, message = BAD_IN_GSPACE[bad]
+    with pytest.raises(ValueError, match=message):
+        kind.make(Net(), **options)
+
+
+@kinds
+def test_empty_and_doubled_parameters_are_refused(kind: Kind) -> None:
+    model = Net()
+    with pytest.raises(ValueError, match="empty parameter list"):
+        kind.make(model, [])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        kind.make(model, [{"params": model.head.parameters()}, {"params": model.parameters()}])
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        kind.make(model, learning_rate=0.1)
+
+
+@gspace_kinds
+def test_parameters_instead_of_a_model_are_refused(kind: Kind) -> None:
+    model = Net()
+    for wrong in (model.parameters(), list(model.parameters()), model.head.weight):
+        with pytest.raises(TypeError, match="the first argument is the model, not its parameters"):
+            kind.build(wrong, params=None, **kind.options)
+
+
+def test_other_constructor_errors() -> None:
+    with pytest.raises(ValueError, match="max_path_grad_norm must be positive"):
+        gspace.GSGD(Net(), 0.1, max_path_grad_norm=0.0)
+    with pytest.raises(RuntimeError, match="foreach"):
+        gspace.GSGD(Net(), 0.1, foreach=True, fused=True)
+    for wrong in (torch.optim.Adam([torch.zeros(1)]), nn.Linear, "adam"):
+        with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer class"):
+            gspace.InGSpace(Net(), wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="LBFGS"):
+        gspace.InGSpace(Net(), torch.optim.LBFGS)
+
+
+# Groups ---------------------------------------------------------------------------------------------------------------
+
+
+def halves(model: Net) -> tuple[list[Tensor], list[Tensor]]:
+    """Both halves share units."""
+    back = [*model.hidden.parameters(), *model.head.parameters()]
+    return [p for p in model.parameters() if not any(p is q for q in back)], back
+
+
+@kinds
+def test_equal_groups_are_one_group(kind: Kind) -> None:
+    one, two = Net(), Net()
+    first, second = halves(two)
+    train(one, kind.make(one), batches(6))
+    train(two, kind.make(two, [{"params": first}, {"params": second}]), batches(6))
+    assert_same(one, two)
+
+
+# (default, other) value of each hyper-parameter, and what else is set with it
+OWN: dict[type[torch.optim.Optimizer], dict[str, tuple[Any, Any, dict[str, Any]]]] = {
+    torch.optim.SGD: {
+        "lr": (0.1, 0.02, {}),
+        "weight_decay": (0.0, 0.1, {}),
+        "momentum": (0.0, 0.5, {"dampening": 0.3, "nesterov": False}),
+        "dampening": (0.0, 0.5, {"momentum": 0.9, "nesterov": False}),
+        "nesterov": (False, True, {"momentum": 0.9, "dampening": 0.0}),
+        "maximize": (False, True, {}),
+    },
+    torch.optim.Adam: {
+        "lr": (0.01, 0.002, {}),
+        "weight_decay": (0.0, 0.1, {}),
+        "betas": ((0.9, 0.999), (0.5, 0.9), {}),
+        "eps": (1e-8, 1e-3, {}),
+        "amsgrad": (False, True, {"betas": (0.9, 0.1)}),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [(kind, key) for kind in KINDS for key in OWN[kind.twin]],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_each_group_has_its_own_hyper_parameters(kind: Kind, key: str) -> None:
+    """Given by the group or by default, a value acts on its group; and it matters in which."""
+    default, other, more = OWN[kind.twin][key]
+    by_group, by_default, swapped = (
+        ([{}, {key: other}], default),
+        ([{key: default}, {}], other),
+        ([{key: other}, {}], default),
+    )
+    models = []
+    for own, rest in (by_group, by_default, swapped):
+        model = Net()
+        groups = [{"params": params, **mine} for params, mine in zip(halves(model), own, strict=True)]
+        train(model, kind.make(model, groups, **{**more, key: rest}), batches(6))
+        models.append(model)
+    assert_same(models[0], models[1])
+    assert moved(models[0], values(models[2]))
+
+
+@gspace_kinds
+def test_a_group_without_learning_rate_keeps_its_path_values(kind: Kind) -> None:
+    """lr = 0 stops v, not w: the weights of that group still take their 1/R."""
+    model = Net().double()
+    first, second = halves(model)
+    optimizer = kind.make(model, [{"params": first}, {"params": second, "lr": 0.0}])
+    layer = next(n for n in optimizer._layers if n.edges.name == "head.weight")
+
+    def path_values() -> Tensor:
+        w = model.head.weight.detach().clone()
+        w[layer.entries] = 0
+        return layer.edges.view(w) / optimizer._inverses(layer, layer.edges.view(w))
+
+    before, weights = path_values(), values(model)
+    train(model, optimizer, batches(6, dtype=torch.float64))
+    torch.testing.assert_close(path_values(), before, rtol=1e-13, atol=0)
+    assert "conv.weight" in moved(model, weights)
+
+
+@kinds
+def test_a_layer_is_unfrozen_with_a_group_of_its_own(kind: Kind) -> None:
+    model = Net()
+    late = [*model.head.parameters()]
+    early = [p for p in model.parameters() if not any(p is q for q in late)]
+    for p in late:
+        p.requires_grad_(False)
+    optimizer = kind.make(model, early)
+    before = values(model)
+    train(model, optimizer, batches(5))
+    assert moved(model, before) == set(before) - {"head.weight", "head.bias", "unused.weight", "unused.bias"}
+    for p in late:
+        p.requires_grad_(True)
+    optimizer.add_param_group({"params": late, "lr": 0.02})
+    before = values(model)
+    losses = train(model, optimizer, batches(1) * 40)
+    assert moved(model, before) == set(before) - {"unused.weight", "unused.bias"}
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("thaw", ["group", "flag"])
+def test_an_unfrozen_layer_brings_its_units_in(thaw: str) -> None:
+    """From then on the optimizer is the one that would be made now."""
+    model = Net()
+    late = [*model.head.parameters()]
+    early = [p for p in model.parameters() if not any(p is q for q in late)]
+    for p in late:
+        p.requires_grad_(False)
+    groups: list[dict[str, Any]] = [{"params": early}] if thaw == "group" else [{"params": early}, {"params": late}]
+    optimizer = gspace.GSGD(model, 0.05, params=groups)
+    assert optimizer.skeleton.H == 4 + 5
+    train(model, optimizer, batches(5))
+    for p in late:
+        p.requires_grad_(True)
+    if thaw == "group":
+        optimizer.add_param_group({"params": late})
+    other = Net()
+    other.load_state_dict(model.state_dict())
+    fresh = gspace.GSGD(other, 0.05)
+    train(model, optimizer, batches(5, seed=1))
+    train(other, fresh, batches(5, seed=1))
+    assert optimizer.skeleton.H == 4 + 5 + 8
+    assert_same(model, other)
+
+
+@kinds
+def test_a_group_without_units_disturbs_nothing(kind: Kind) -> None:
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two, [p for n, p in two.named_parameters() if "unused" not in n])
+    train(one, first, batches(4))
+    train(two, second, batches(4))
+    second.add_param_group({"params": two.unused.parameters()})
+    train(one, first, batches(4, seed=1))
+    train(two, second, batches(4, seed=1))
+    assert_same(one, two)
+
+
+@gspace_kinds
+def test_a_refused_group_leaves_no_trace(kind: Kind) -> None:
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+    with pytest.raises(ValueError, match="no parameter of the model"):
+        second.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    train(one, first, batches(3))
+    train(two, second, batches(3))
+    assert_same(one, two)
+
+
+@kinds
+def test_named_parameters_are_accepted(kind: Kind) -> None:
+    one, two = Net(), Net()
+    train(one, kind.make(one), batches(3))
+    optimizer = kind.make(two, two.named_parameters())
+    train(two, optimizer, batches(3))
+    assert_same(one, two)
+    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in two.named_parameters()]

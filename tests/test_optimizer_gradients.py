@@ -1,0 +1,196 @@
+"""Gradients that are missing, sparse, not finite, maximized; closures and hooks."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gspace
+from contract import GSPACE, KINDS, Kind, Net, assert_same, backward, batches, moved, train, values
+
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
+
+
+@kinds
+def test_frozen_and_unused_parameters_do_not_move(kind: Kind) -> None:
+    model = Net()
+    model.second.weight.requires_grad_(False)
+    before = values(model)
+    train(model, kind.make(model), batches(5))
+    assert moved(model, before) == set(before) - {"second.weight", "unused.weight", "unused.bias"}
+
+
+@kinds
+def test_a_layer_frozen_during_training_does_not_move(kind: Kind) -> None:
+    model = Net()
+    optimizer = kind.make(model)
+    train(model, optimizer, batches(5))
+    model.hidden.weight.requires_grad_(False)
+    before = values(model)
+    losses = train(model, optimizer, batches(1) * 30)
+    assert moved(model, before) == set(before) - {"hidden.weight", "unused.weight", "unused.bias"}
+    assert losses[-1] < losses[0]
+
+
+@gspace_kinds
+def test_a_missing_gradient_is_a_gradient_of_zero(kind: Kind) -> None:
+    """The weight behind a unit whose path changed still receives its 1/R."""
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+    for batch in batches(4):
+        before = values(one)
+        backward(one, first, batch)
+        backward(two, second, batch)
+        one.head.weight.grad = None
+        two.head.weight.grad = torch.zeros_like(two.head.weight)
+        first.step()
+        second.step()
+        assert "head.weight" in moved(one, before)
+    assert_same(one, two)
+
+
+@kinds
+def test_no_gradient_at_all_moves_nothing(kind: Kind) -> None:
+    model = Net()
+    optimizer = kind.make(model)
+    optimizer.step()
+    assert moved(model, values(Net())) == set()
+    train(model, optimizer, batches(3))
+    before = values(model)
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.step()
+    assert moved(model, before) == set()
+
+
+@kinds
+def test_zero_grad_both_ways(kind: Kind) -> None:
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+    for batch in batches(5):
+        for model, optimizer, none in ((one, first, True), (two, second, False)):
+            optimizer.zero_grad(set_to_none=none)
+            grads = [p.grad for n, p in model.named_parameters() if "unused" not in n]
+            assert all(g is None if none else g is None or not g.any() for g in grads)
+            nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+    assert_same(one, two)
+
+
+@gspace_kinds
+def test_sparse_gradients_of_units_are_refused(kind: Kind) -> None:
+    model = nn.Sequential(nn.Embedding(7, 5, sparse=True), nn.ReLU(), nn.Linear(5, 2))
+    optimizer = kind.make(model)
+    model(torch.tensor([[1, 3]])).sum().backward()
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"0\.weight has a sparse gradient"):
+        optimizer.step()
+    assert moved(model, before) == set()
+
+
+@pytest.mark.parametrize("build", [lambda m: torch.optim.SGD(m.parameters(), 0.1), lambda m: gspace.GSGD(m, 0.1)])
+def test_sparse_gradients_outside_units_are_sgds(build: Any) -> None:
+    model = nn.Sequential(nn.Embedding(7, 5, sparse=True), nn.GELU(), nn.Linear(5, 2))
+    optimizer = build(model)
+    model(torch.tensor([[1, 3]])).sum().backward()
+    assert model[0].weight.grad.is_sparse
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert (before != model[0].weight).any(1).nonzero()[:, 0].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["conv.weight", "norm.bias", "head.weight"])
+@gspace_kinds
+def test_non_finite_gradients_change_nothing(kind: Kind, name: str, bad: float) -> None:
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+    train(one, first, batches(3))
+    train(two, second, batches(3))
+    backward(one, first, batches(1)[0])
+    one.get_parameter(name).grad.view(-1)[1] = bad
+    with pytest.raises(RuntimeError, match=rf"gradient of {name} is not finite; no weight and no state was changed"):
+        first.step()
+    assert_same(one, two)
+    two.load_state_dict(one.state_dict())  # running statistics saw the batch
+    train(one, first, batches(3, seed=1))
+    train(two, second, batches(3, seed=1))
+    assert_same(one, two)
+
+
+@kinds
+def test_maximize_ascends(kind: Kind) -> None:
+    """On −ℓ it takes the steps that it takes on ℓ otherwise."""
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two, maximize=True)
+    for x, y in batches(5):
+        for model, optimizer, sign in ((one, first, 1), (two, second, -1)):
+            optimizer.zero_grad()
+            (sign * nn.functional.cross_entropy(model(x), y)).backward()
+            optimizer.step()
+    assert_same(one, two)
+
+
+# Closures and hooks ---------------------------------------------------------------------------------------------------
+
+
+@kinds
+def test_a_closure_is_evaluated_once_with_gradients(kind: Kind) -> None:
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+    losses = train(one, first, batches(4))
+    calls = []
+    for batch, expected in zip(batches(4), losses, strict=True):
+
+        def closure(batch: Any = batch) -> torch.Tensor:
+            calls.append(torch.is_grad_enabled())
+            return backward(two, second, batch)
+
+        assert float(second.step(closure)) == expected
+    assert calls == [True] * 4
+    assert second.step() is None
+    first.step()
+    assert_same(one, two)
+
+
+@kinds
+def test_hooks_run_around_a_step(kind: Kind) -> None:
+    model = Net()
+    optimizer = kind.make(model)
+    seen: list[tuple[str, set[str]]] = []
+    before = values(model)
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: seen.append(("pre", moved(model, before)))),
+        optimizer.register_step_post_hook(lambda *_: seen.append(("post", moved(model, before)))),
+    ]
+    train(model, optimizer, batches(1))
+    (first, untouched), (second, touched) = seen
+    assert (first, untouched, second) == ("pre", set(), "post")
+    assert touched == set(before) - {"unused.weight", "unused.bias"}
+    for handle in handles:
+        handle.remove()
+    train(model, optimizer, batches(1))
+    assert len(seen) == 2
+
+
+@kinds
+def test_a_pre_hook_may_change_gradients(kind: Kind) -> None:
+    """As gradient clipping or noise does."""
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+    first.register_step_pre_hook(halve)
+    for x, y in batches(4):
+        for model, optimizer, scale in ((one, first, 1), (two, second, 0.5)):
+            optimizer.zero_grad()
+            (scale * nn.functional.cross_entropy(model(x), y)).backward()
+            optimizer.step()
+    assert_same(one, two)

@@ -1,0 +1,310 @@
+"""Limits where the answer is known: no unit, no learning rate, a model that others change, another memory layout."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, vector_to_parameters
+
+import gspace
+import zoo
+from contract import (
+    GSPACE,
+    KINDS,
+    Kind,
+    Net,
+    assert_same,
+    backward,
+    batches,
+    chain,
+    moved,
+    train,
+    values,
+    without_units,
+)
+
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
+
+
+# No unit --------------------------------------------------------------------------------------------------------------
+
+SGD_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "dampening": {"momentum": 0.9, "dampening": 0.3},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "decay": {"weight_decay": 0.1},
+    "maximize": {"maximize": True, "momentum": 0.9},
+    "everything": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True},
+    "foreach": {"foreach": True, "momentum": 0.9, "weight_decay": 0.1},
+    "for-loop": {"foreach": False, "momentum": 0.9, "weight_decay": 0.1},
+    "fused": {"fused": True, "momentum": 0.9, "weight_decay": 0.1},
+    "tensor-lr": {"lr": torch.tensor(0.1), "momentum": 0.9, "foreach": False},
+}
+OURS: dict[str, Callable[..., Any]] = {
+    "GSGD": gspace.GSGD,
+    "InGSpace": lambda model, **options: gspace.InGSpace(model, torch.optim.SGD, **options),
+}
+
+
+@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("options", SGD_OPTIONS)
+def test_without_units_it_is_sgd_bit_for_bit(ours: str, options: str) -> None:
+    one, two = without_units(), without_units()
+    chosen = {"lr": 0.1, **SGD_OPTIONS[options]}
+    optimizer = OURS[ours](one, **chosen)
+    assert optimizer.skeleton.H == 0
+    losses = train(one, optimizer, batches(10))
+    assert losses == train(two, torch.optim.SGD(two.parameters(), **chosen), batches(10))
+    assert_same(one, two)
+
+
+# name: learning rate that suits Net
+OPTIMIZERS = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Rprop", "Adafactor"), 0.01),
+    "Adadelta": 1.0,
+    "ASGD": 0.2,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_without_units_every_optimizer_is_itself(name: str) -> None:
+    one, two = without_units(), without_units()
+    cls = getattr(torch.optim, name)
+    train(one, gspace.InGSpace(one, cls, lr=0.01), batches(10))
+    train(two, cls(two.parameters(), lr=0.01), batches(10))
+    assert_same(one, two)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor"],
+)
+def test_every_optimizer_trains_on_path_values(name: str) -> None:
+    model = Net()
+    losses = train(model, gspace.InGSpace(model, getattr(torch.optim, name), lr=OPTIMIZERS[name]), batches(1) * 60)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_in_gspace_sgd_is_gsgd() -> None:
+    one, two = Net().double(), Net().double()
+    options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}
+    train(one, gspace.GSGD(one, **options), batches(20, dtype=torch.float64))
+    train(two, gspace.InGSpace(two, torch.optim.SGD, **options), batches(20, dtype=torch.float64))
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
+
+
+# Nothing moves --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [float, torch.tensor], ids=["float", "tensor"])
+@kinds
+def test_without_learning_rate_nothing_moves(kind: Kind, wrap: Callable[[float], Any]) -> None:
+    model = Net()
+    optimizer = kind.make(model, lr=wrap(0.0), weight_decay=0.1, foreach=False)
+    before = values(model)
+    train(model, optimizer, batches(5))
+    assert moved(model, before) == set()
+
+
+@gspace_kinds
+def test_without_learning_rate_nothing_moves_in_spread_allocation(kind: Kind) -> None:
+    model = Net()
+    before = values(model)
+    train(model, kind.make(model, lr=0.0, allocation="spread"), batches(5))
+    assert moved(model, before) == set()
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": partial(zoo.mlp, 5, 7, 6, 4),
+    "cnn-bn": Net,
+    "residual": zoo.Residual,
+    "resnet": partial(zoo.ResNet, zoo.BasicBlock, (2,), 2),
+    "skeleton": lambda: gspace.init_skeleton_(zoo.mlp(5, 7, 6, 4)),
+    "half-trained": lambda: nn.Sequential(zoo.mlp(5, 7, 6).requires_grad_(False), nn.ReLU(), nn.Linear(6, 3)),
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reference": "balanced"}, {"residual": "tie", "allocation": "spread"}], ids=str
+)
+@pytest.mark.parametrize("network", NETWORKS)
+@gspace_kinds
+def test_construction_changes_nothing(kind: Kind, network: str, options: dict[str, Any]) -> None:
+    """No bit of the model, no flag, no gradient, no random number."""
+    model = NETWORKS[network]()
+    before = copy.deepcopy(model)
+    state = torch.get_rng_state()
+    kind.make(model, **options)
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, a), (other, b) in zip(model.state_dict().items(), before.state_dict().items(), strict=True):
+        assert name == other
+        assert torch.equal(a, b)
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        assert p.grad is None
+        assert (p.requires_grad, p.stride()) == (q.requires_grad, q.stride())
+    assert [m.training for m in model.modules()] == [m.training for m in before.modules()]
+
+
+# A model that others change -------------------------------------------------------------------------------------------
+
+
+def _replace_layer(model: nn.Sequential) -> None:
+    model[5] = nn.Linear(20, 8)
+
+
+def _replace_activation(model: nn.Sequential) -> None:
+    model[6] = nn.GELU()
+
+
+def _reassign(model: nn.Sequential) -> None:
+    model[5].weight = nn.Parameter(torch.randn(8, 20))
+
+
+def _drop(model: nn.Sequential) -> None:
+    model[5].bias = None
+
+
+def _append(model: nn.Sequential) -> None:
+    model.append(nn.Softmax(1))
+
+
+def _parametrize(model: nn.Sequential) -> None:
+    parametrizations.weight_norm(model[5])
+
+
+def _assign(model: nn.Sequential) -> None:
+    model.load_state_dict(chain(seed=1).state_dict(), assign=True)
+
+
+CHANGES = {
+    _replace_layer: "'5'",
+    _replace_activation: "'6'",
+    _reassign: "'5.weight'",
+    _drop: "'5.bias'",
+    _append: "'8'",
+    _parametrize: "'5'|'5.weight'|'5.parametrizations'",
+    _assign: "'0.weight'",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@gspace_kinds
+def test_a_changed_model_is_refused(kind: Kind, change: Callable[[nn.Sequential], None]) -> None:
+    model = chain()
+    optimizer = kind.make(model)
+    train(model, optimizer, batches(2))
+    change(model)
+    before = values(model)
+    backward(model, optimizer, batches(1)[0])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"was changed after .* was made: ({CHANGES[change]})"):
+            optimizer.step()
+    assert moved(model, before) == set()
+
+
+def _in_place(model: nn.Module, weights: list[Tensor]) -> None:
+    with torch.no_grad():
+        for p, w in zip(model.parameters(), weights, strict=True):
+            p.copy_(w)
+
+
+def _data(model: nn.Module, weights: list[Tensor]) -> None:
+    for p, w in zip(model.parameters(), weights, strict=True):
+        p.data = w
+
+
+def _vector(model: nn.Module, weights: list[Tensor]) -> None:
+    vector_to_parameters(torch.cat([w.reshape(-1) for w in weights]), model.parameters())
+
+
+def _load(model: nn.Module, weights: list[Tensor]) -> None:
+    model.load_state_dict({name: w for (name, _), w in zip(model.named_parameters(), weights, strict=True)})
+
+
+@pytest.mark.parametrize("write", [_in_place, _data, _vector, _load])
+@gspace_kinds
+def test_coordinates_follow_weights_that_others_write(kind: Kind, write: Callable[..., None]) -> None:
+    """Somebody rescales the network during training: its function goes on as if nothing had happened."""
+    one, two = chain().double(), chain().double()
+    first, second = kind.make(one), kind.make(two)
+    for seed in range(3):
+        data = batches(8, seed, dtype=torch.float64)
+        train(one, first, data)
+        train(two, second, data)
+        scaled = copy.deepcopy(two)
+        gspace.rescale_(scaled, gspace.random_scales(scaled, torch.Generator().manual_seed(seed)))
+        write(two, [p.detach().clone() for p in scaled.parameters()])
+    x = batches(1, seed=9, dtype=torch.float64)[0][0]
+    torch.testing.assert_close(one(x), two(x), rtol=1e-9, atol=1e-9)
+    train(one, first, data)
+    train(two, second, data)
+    torch.testing.assert_close(one(x), two(x), rtol=1e-9, atol=1e-9)
+
+
+def test_loaded_weights_give_the_coordinates_of_an_optimizer_that_never_stepped() -> None:
+    one, two = Net(), Net()
+    first, second = gspace.GSGD(one, 0.1), gspace.GSGD(two, 0.1)
+    train(one, first, batches(10))
+    other = Net()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.3)
+    one.load_state_dict(other.state_dict())
+    two.load_state_dict(other.state_dict())
+    train(one, first, batches(5))
+    train(two, second, batches(5))
+    assert_same(one, two)
+
+
+@gspace_kinds
+def test_a_path_value_that_others_set_to_zero_is_refused(kind: Kind) -> None:
+    model = chain()
+    optimizer = kind.make(model)
+    train(model, optimizer, batches(2))
+    with torch.no_grad():
+        model[5].weight.zero_()
+    backward(model, optimizer, batches(1)[0])
+    before = values(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"a path value of .* is 0 or not finite"):
+            optimizer.step()
+    assert moved(model, before) == set()
+
+
+# Memory layouts -------------------------------------------------------------------------------------------------------
+
+
+def _channels_last(model: nn.Module) -> nn.Module:
+    return model.to(memory_format=torch.channels_last)
+
+
+def _transposed(model: nn.Module) -> nn.Module:
+    """Every weight is a view into other memory, its dimensions in reverse order."""
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                reverse = tuple(reversed(range(p.dim())))
+                room = torch.zeros(*(2 * n for n in reversed(p.shape)), dtype=p.dtype)
+                view = room[tuple(slice(0, n) for n in reversed(p.shape))].permute(reverse)
+                module._parameters[name] = nn.Parameter(view.copy_(p.detach()))
+    return model
+
+
+@pytest.mark.parametrize("layout", [_channels_last, _transposed])
+@kinds
+def test_the_memory_layout_does_not_matter(kind: Kind, layout: Callable[[nn.Module], nn.Module]) -> None:
+    one, two = Net().double(), layout(Net().double())
+    strides = [p.stride() for p in two.parameters()]
+    assert strides != [p.stride() for p in one.parameters()]
+    train(one, kind.make(one), batches(10, dtype=torch.float64))
+    train(two, kind.make(two), batches(10, dtype=torch.float64))
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
+    assert strides == [p.stride() for p in two.parameters()]

@@ -1,0 +1,250 @@
+"""State: saved, loaded in another process, copied, moved, averaged; nothing changes the steps that follow."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import contract
+import gspace
+from contract import GSPACE, KINDS, Kind, Net, assert_same, batches, moved, train, values
+
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, torch.Tensor]]]:
+    """Checkpoints after ten steps, continued by another process; and the weights after the same steps in this one."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    expected = {}
+    for kind in KINDS:
+        model = Net()
+        optimizer = kind.make(model)
+        scheduler = StepLR(optimizer, 3, 0.7)
+        train(model, optimizer, batches(10), scheduler)
+        contract.save(folder, kind, model, optimizer, scheduler)
+        train(model, optimizer, batches(20, seed=1), scheduler)
+        expected[kind.name] = model.state_dict()
+    path = [str(Path(gspace.__file__).parents[1]), str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    subprocess.run([sys.executable, contract.__file__, folder], env=environment, check=True, timeout=300)
+    return folder, expected
+
+
+@pytest.mark.parametrize("source", ["torch", "safetensors"])
+@kinds
+def test_the_next_twenty_steps_in_a_new_process_are_the_same(kind: Kind, source: str, resumed: Any) -> None:
+    folder, expected = resumed
+    found = torch.load(folder / f"{kind.name}.{source}.after.pt", weights_only=True)
+    assert found.keys() == expected[kind.name].keys()
+    assert [name for name in found if not torch.equal(found[name], expected[kind.name][name])] == []
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@kinds
+def test_the_order_of_loading_does_not_matter(kind: Kind, order: str) -> None:
+    one, two = Net(), Net(seed=5)
+    first, second = kind.make(one), kind.make(two)
+    train(one, first, batches(5))
+    pairs = [(one, two), (first, second)]
+    for saved, loaded in pairs if order == "model first" else reversed(pairs):
+        loaded.load_state_dict(deepcopy(saved.state_dict()))
+    train(one, first, batches(10, seed=1))
+    train(two, second, batches(10, seed=1))
+    assert_same(one, two)
+
+
+@gspace_kinds
+def test_a_state_without_its_weights_measures_those_that_are_there(kind: Kind) -> None:
+    """Loading twice, once into the wrong weights, leaves nothing behind."""
+    one, two, other = Net(), Net(), Net(seed=5)
+    first, second = kind.make(one), kind.make(two)
+    train(one, first, batches(5))
+    state = deepcopy(first.state_dict())
+    two.load_state_dict(other.state_dict())
+    second.load_state_dict(deepcopy(state))
+    train(two, second, batches(3))
+    two.load_state_dict(one.state_dict())
+    second.load_state_dict(state)
+    train(one, first, batches(5, seed=1))
+    train(two, second, batches(5, seed=1))
+    assert_same(one, two)
+
+
+@gspace_kinds
+def test_units_without_weights_at_construction_come_with_the_state(kind: Kind) -> None:
+    """Which units are used depends on zeros among the weights; a state brings its own."""
+    one, two = contract.chain(), contract.chain(seed=1)
+    with torch.no_grad():
+        one[5].weight[:2] = 0
+        one[5].bias[:2] = 0
+    first, second = kind.make(one), kind.make(two)
+    assert first.skeleton.H == second.skeleton.H - 2
+    train(one, first, batches(3))
+    two.load_state_dict(one.state_dict())
+    second.load_state_dict(deepcopy(first.state_dict()))
+    train(one, first, batches(5, seed=1))
+    train(two, second, batches(5, seed=1))
+    assert_same(one, two)
+
+
+@gspace_kinds
+def test_a_foreign_state_is_refused_and_changes_nothing(kind: Kind) -> None:
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+    inner = isinstance(first, gspace.InGSpace)
+    other = gspace.GSGD(Net(), 0.3) if inner else gspace.InGSpace(Net(), torch.optim.SGD, lr=0.3)
+    foreign = {
+        "no coordinates": torch.optim.SGD(one.parameters(), 0.3).state_dict(),
+        "another network": kind.make(contract.chain()).state_dict(),
+        "another optimizer": other.state_dict(),
+    }
+    for reason, state in foreign.items():
+        with pytest.raises(ValueError, match=reason):
+            first.load_state_dict(state)
+    train(one, first, batches(3))
+    train(two, second, batches(3))
+    assert_same(one, two)
+
+
+# Copies ---------------------------------------------------------------------------------------------------------------
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@kinds
+def test_a_copy_goes_on_identically_and_independently(kind: Kind, copy: str) -> None:
+    """Also with a scheduler attached and a hook that cannot be pickled."""
+    one = Net()
+    first = kind.make(one)
+    scheduler = StepLR(first, 2)
+    first.register_step_post_hook(lambda *_: None)
+    train(one, first, batches(5), scheduler)
+    two, second = COPIES[copy]((one, first))
+    before = values(one)
+    train(two, second, batches(10, seed=1))
+    assert moved(one, before) == set()
+    train(one, first, batches(10, seed=1))
+    assert_same(one, two)
+
+
+@gspace_kinds
+def test_a_copy_follows_weights_that_were_changed_before_it(kind: Kind) -> None:
+    one, two = contract.chain(), contract.chain()
+    first, second = kind.make(one), kind.make(two)
+    for model, optimizer in ((one, first), (two, second)):
+        train(model, optimizer, batches(3))
+        gspace.rescale_(model, gspace.random_scales(model, torch.Generator().manual_seed(3)))
+    two, second = deepcopy((two, second))
+    train(one, first, batches(5, seed=1))
+    train(two, second, batches(5, seed=1))
+    assert_same(one, two)
+
+
+# Moves ----------------------------------------------------------------------------------------------------------------
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return list(contract.flatten(tree)[0].values())
+
+
+@kinds
+def test_resume_in_another_dtype(kind: Kind) -> None:
+    """Loaded into a float64 network, and moved to float64 as it is: the same steps, close to those in float32."""
+    one, two = Net(), Net(seed=5).double()
+    first, second = kind.make(one), kind.make(two)
+    train(one, first, batches(5))
+    three, third = deepcopy((one, first))
+    three.double()
+    two.load_state_dict(one.state_dict())
+    second.load_state_dict(deepcopy(first.state_dict()))
+    train(one, first, batches(5, seed=1))
+    train(two, second, batches(5, seed=1, dtype=torch.float64))
+    train(three, third, batches(5, seed=1, dtype=torch.float64))
+    for p, q, r in zip(one.parameters(), two.parameters(), three.parameters(), strict=True):
+        torch.testing.assert_close(p, q.float(), rtol=1e-3, atol=1e-4)  # five steps of training amplify rounding
+        if kind.gspace:  # torch leaves the momentum of parameters that are moved in float32
+            torch.testing.assert_close(q, r, rtol=1e-12, atol=1e-12)
+    state = {p: s for p, s in second.state.items() if p.dtype == torch.float64}
+    assert all(t.dtype == torch.float64 for s in state.values() for t in tensors(s) if t.dim())
+
+
+@pytest.mark.gpu
+@kinds
+def test_resume_on_another_device(kind: Kind) -> None:
+    one, two = Net(), Net(seed=5).cuda()
+    first, second = kind.make(one), kind.make(two)
+    train(one, first, batches(5))
+    three, third = deepcopy((one, first))
+    two.load_state_dict(one.state_dict())
+    second.load_state_dict(deepcopy(first.state_dict()))
+    there = [(x.cuda(), y.cuda()) for x, y in batches(5, seed=1)]
+    train(one, first, batches(5, seed=1))
+    train(two, second, there)
+    runs = [two]
+    if kind.gspace:  # torch cannot move the state of an optimizer that exists
+        train(three.cuda(), third, there)
+        runs.append(three)
+    for model in runs:
+        for p, q in zip(one.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p, q.cpu(), rtol=1e-3, atol=1e-4)  # sums in another order, five steps
+
+
+# Averages -------------------------------------------------------------------------------------------------------------
+
+
+@kinds
+def test_averaging_watches_and_does_not_disturb(kind: Kind) -> None:
+    """SWA with its schedule and EMA beside plain training; BatchNorm is updated afterwards."""
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+    swa = AveragedModel(two)
+    ema = AveragedModel(two, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    schedules = SWALR(first, 0.01), SWALR(second, 0.01)
+    seen: list[dict[str, torch.Tensor]] = []
+    for batch in batches(6):
+        train(one, first, [batch], schedules[0])
+        train(two, second, [batch], schedules[1])
+        swa.update_parameters(two)
+        ema.update_parameters(two)
+        seen.append(values(two))
+    assert_same(one, two)
+    for name, p in swa.module.named_parameters():
+        torch.testing.assert_close(p, torch.stack([v[name] for v in seen]).mean(0), rtol=1e-5, atol=1e-6)
+    update_bn([x for x, _ in batches(4)], swa)
+    train(one, first, batches(3, seed=1))
+    train(two, second, batches(3, seed=1))
+    assert_same(one, two)
+    assert moved(ema.module, values(two))
+
+
+@kinds
+def test_weights_lent_to_an_average_come_back(kind: Kind) -> None:
+    """Evaluating averaged weights in the model itself, then putting its own back, changes no later step."""
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+    train(one, first, batches(5))
+    train(two, second, batches(5))
+    own, average = deepcopy(two.state_dict()), Net(seed=7).state_dict()
+    two.load_state_dict(average)
+    two.load_state_dict(own)
+    train(one, first, batches(5, seed=1))
+    train(two, second, batches(5, seed=1))
+    assert_same(one, two)
