@@ -295,6 +295,40 @@ def test_on_a_gpu_the_steps_are_those_of_the_cpu(make: Make) -> None:
     torch.testing.assert_close([p.cpu() for p in state(models[1])], state(models[0]), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.gpu
+def test_a_captured_step_is_the_step() -> None:
+    """κ, its division and SGD inside a CUDA graph, with a learning rate that the device reads."""
+    x, y = (t.cuda() for t in batches(1, 3, 8, 8, classes=3, dtype=torch.float32)[0])
+    models = [randomize_(zoo.Functional(), 0).cuda() for _ in range(2)]
+    rates = [torch.tensor(1e-3, device="cuda") for _ in models]
+    optimizers = [PathSGD(m, lr, 0.9, fused=True, example_input=x) for m, lr in zip(models, rates, strict=True)]
+
+    def step(k: int) -> None:
+        for p in models[k].parameters():
+            p.grad = None
+        F.cross_entropy(models[k](x), y).backward()
+        optimizers[k].step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(0)
+    for _ in range(5):
+        graph.replay()
+    for _ in range(8):
+        step(1)
+    torch.testing.assert_close(state(models[0]), state(models[1]), rtol=1e-4, atol=1e-6)  # atomics of cuDNN
+    rates[0].zero_()
+    before = state(models[0])
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(before, state(models[0]), strict=True))
+
+
 # SGD with the free skeleton frozen -----------------------------------------------------------------------------------
 
 

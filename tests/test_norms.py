@@ -248,6 +248,43 @@ def test_an_addition_in_place_reaches_later_readers() -> None:
     torch.testing.assert_close(path_norm(one).log, path_norm(other).log)
 
 
+class WritesThroughAView(nn.Module):
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.again = nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        half = y[:, :2]
+        half.add_(self.b(x))
+        return y if self.again else half
+
+
+def test_a_write_through_a_view_is_followed_or_refused() -> None:
+    float(path_norm(WritesThroughAView(again=False)).log.detach())
+    with pytest.raises(PathError, match="view of 'model_a', which is read later"):
+        path_norm(WritesThroughAView(again=True))
+
+
+def test_max_pooling_that_returns_its_indices_is_the_same_pooling() -> None:
+    class Pooled(nn.Module):
+        def __init__(self, pool: nn.Module) -> None:
+            super().__init__()
+            self.pool, self.head = pool, nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.pool(x)
+            return self.head((y[0] if self.pool.return_indices else y).flatten(1))
+
+    torch.manual_seed(0)
+    x = torch.zeros(2, 1, 4, 4)
+    for pool in (partial(nn.MaxPool2d, 2), partial(nn.AdaptiveMaxPool2d, 2)):
+        models = [Pooled(pool(return_indices=flag)) for flag in (True, False)]
+        models[1].load_state_dict(models[0].state_dict())
+        logs = [path_norm(m, example_input=x).log for m in models]
+        torch.testing.assert_close(logs[0], logs[1])
+
+
 def test_every_operation_of_the_analysis_has_a_rule_or_is_refused_on_purpose() -> None:
     homogeneous = {name for name, rule in FUNCTIONS.items() if rule.__name__ != "pinned"}
     # Returned as pairs or in torch.export's spelling only; a graph of evaluation mode has them under other names.
@@ -347,15 +384,16 @@ def test_decay_inside_gsgd_is_the_released_penalty(case: dense.Small, reference:
         torch.testing.assert_close(stepped[1][name], p, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("order", [math.inf, 8, 2])
-def test_basis_path_norm_does_not_change_under_rescaling(order: float) -> None:
-    model = randomize_(zoo.mlp(5, 7, 6, 4), 0).double()
+def test_basis_path_norm_does_not_change_under_rescaling(order: float, norm: bool) -> None:
+    model = randomize_(zoo.mlp(5, 7, 6, 4, norm=norm), 0).double()
     before = basis_path_norm(model, order)
     gspace.rescale_(model, gspace.random_scales(model, torch.Generator().manual_seed(1)))
     torch.testing.assert_close(basis_path_norm(model, order), before, rtol=1e-10, atol=0)
-    at = coordinates(model)
+    at = coordinates(model, view="exact")
     with torch.no_grad():
-        model[2].weight.mul_(3)
+        model[-1].weight.mul_(3)
     assert float(basis_path_norm(model, order, at=at).detach()) > float(before.detach())
 
 
@@ -375,7 +413,7 @@ def test_sup_penalty_returns_skeleton_paths_to_one_and_released_does_not() -> No
         layer = next(layer for layer in at.layers if layer.edges.name == "0.weight")
         with torch.no_grad():
             model[0].weight[tuple(i[layer.root > 0] for i in layer.entries)] *= 5
-        optimizer = GSGD(model, 0.01, reference="balanced")
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
         for _ in range(300):
             optimizer.zero_grad()
             penalty(model).backward()

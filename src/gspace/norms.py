@@ -94,11 +94,12 @@ def basis_path_norm(
 
     Args:
         order: s; every finite one is a smooth bound of the maximum from above.
-        at: Coordinates of an earlier state of the model; otherwise `reference` and `options` are for `coordinates`.
+        at: Coordinates of an earlier state of the model; otherwise `reference` and `options` are for `coordinates`,
+            in the exact view, which no rescaling changes with BatchNorm either.
     """
     if not order >= 1:
         raise ValueError(f"order must be at least 1, got {order}")
-    at = at if at is not None else coordinates(model, reference=reference, **options)
+    at = at if at is not None else coordinates(model, reference=reference, **{"view": "exact", **options})
     return _norm_of(path_values(at, dict(model.named_parameters())), order)
 
 

@@ -222,9 +222,13 @@ def windows(call: Call, x: Power, *args: Any, **kwargs: Any) -> Any:
     s_i and L the operation. For a maximum both are indicators of the window, and the sum is over the window.
     """
 
+    pair = False  # with the indices of the maxima
+
     def run(t: Tensor) -> Tensor:
+        nonlocal pair
         y = call.run(t, *args, **kwargs)
-        return y if isinstance(y, Tensor) else y[0]
+        pair = not isinstance(y, Tensor)
+        return y[0] if pair else y
 
     values = x.values
     dims = next((int(c) for c in call.name if c.isdigit()), values.dim() - 2)
@@ -241,8 +245,7 @@ def windows(call: Call, x: Power, *args: Any, **kwargs: Any) -> Any:
     for i, factor in enumerate(factors):
         values = torch.tensordot(values, factor, dims=([i - dims], [0])).movedim(-1, i - dims)
     result = replace(x, values=values * total.abs().pow(call.p)).renormalized()
-    indices = kwargs.get("return_indices") or call.name.endswith("_with_indices")
-    return (result, None) if indices else result
+    return (result, None) if pair else result
 
 
 def mean(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:

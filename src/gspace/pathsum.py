@@ -119,6 +119,7 @@ class _Pass:
             for node in self.graph.traced.graph.nodes:
                 nodes[node] = self._node(node, nodes, supplied)
                 if _in_place(node):
+                    _refuse_stale_views(node)
                     nodes[node.all_input_nodes[0]] = nodes[node]
         outputs = [x for x in flatten_arguments(nodes[node]) if isinstance(x, Power)]
         if not outputs:
@@ -192,7 +193,7 @@ class _Pass:
             raise call.refuse("no rule is known for it")
         held = {**arguments(module), **{key: getattr(module, key) for key in _ALSO.get(name, ())}}
         if RULES.get(name) in (moved, windows, pad):  # the module itself knows its arguments
-            held = {key: value for key, value in held.items() if key in ("value", "return_indices")}
+            held = {key: value for key, value in held.items() if key == "value"}
         return self._apply(call, args[:1], held)
 
     def _apply(self, call: Call, args: Any, kwargs: Any) -> Any:
@@ -213,9 +214,27 @@ def _where(node: fx.Node) -> str:
 
 
 def _in_place(node: fx.Node) -> bool:
-    """`x.add_(y)`: whoever reads x afterwards reads the result."""
+    """`x.add_(y)`, `x += y`: whoever reads x afterwards reads the result."""
+    if node.op not in ("call_method", "call_function") or not node.all_input_nodes:
+        return False
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else node.target
-    return node.op in ("call_method", "call_function") and isinstance(name, str) and name.endswith("_")
+    name = name if isinstance(name, str) else getattr(name, "__name__", "")
+    return name.endswith("_") or name in ("iadd", "isub", "imul", "itruediv")
+
+
+def _refuse_stale_views(node: fx.Node) -> None:
+    """What is written through a view changes the tensor behind it, too: refused if that is read again."""
+    later, onward = set(), node.next
+    while onward.op != "root":
+        later.add(onward)
+        onward = onward.next
+    behind = node.all_input_nodes[0]
+    while behind.op.startswith("call") and RULES.get(canonical(behind.target)) is moved and behind.all_input_nodes:
+        behind = behind.all_input_nodes[0]
+        if not later.isdisjoint(behind.users):
+            raise PathError(
+                f"{_where(node)} writes through a view of {behind.name!r}, which is read later: write a copy"
+            )
 
 
 def _picks(node: fx.Node, args: Any) -> bool:
