@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import Optimizer
 
 import gspace
+from gspace.baselines import FrozenSkeletonSGD, PathSGD
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -59,6 +60,8 @@ KINDS = (
     Kind("GSGD-momentum", gspace.GSGD, ALL_OPTIONS),
     Kind("InGSpace-SGD", partial(_inner, torch.optim.SGD), {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}),
     Kind("InGSpace-Adam", partial(_inner, torch.optim.Adam), {"lr": 0.01}, twin=torch.optim.Adam),
+    Kind("PathSGD", partial(PathSGD, example_input=torch.zeros(2, 1, 6, 6)), ALL_OPTIONS, gspace=False),
+    Kind("FrozenSkeletonSGD", FrozenSkeletonSGD, ALL_OPTIONS, gspace=False),
 )
 GSPACE = tuple(kind for kind in KINDS if kind.gspace)
 

@@ -25,6 +25,13 @@ class GSGD(GSpaceOptimizer):
     weight decay (½λΣv² over basis paths with a non-skeleton weight) act on path values. Parameters that touch no unit
     get plain SGD; a model without units gives exactly `torch.optim.SGD`.
 
+    A missing gradient counts as 0: the weight still follows the paths in front of it. Without any gradient a step does
+    nothing. A unit that touches a frozen parameter is not used; freezing or unfreezing one later is noticed. Weights
+    that others write are measured before the next step (a write into `p.data` is the one that cannot be noticed); a
+    module or parameter that is replaced is refused. bfloat16 and float16 parameters are updated in float32 and rounded,
+    and their coordinates measured at every step; what is smaller than their rounding is lost, as in `torch.optim.SGD`.
+    Float32 parameters under autocast lose nothing and are faster.
+
     Args:
         model: The model, not its parameters.
         lr, momentum, dampening, nesterov, weight_decay, maximize, foreach, fused: As in `torch.optim.SGD`.
