@@ -32,7 +32,9 @@ class Command:
 
 COMMANDS = {
     "analyze": Command("find the rescaling symmetry of a model", "gspace.lab.analyze"),
+    "train": Command("train one recipe, or a list of them", "gspace.lab.training"),
     "reproduce": Command("run a table or figure of the paper", "gspace.lab.reproduce"),
+    "report": Command("tables, figures and a page from recorded runs", "gspace.lab.report"),
     "demo": Command("analyze and verify small built-in networks", "gspace.lab.demo"),
 }
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor, nn
 
 from gspace.lab.data import SETS
 from gspace.lab.models import build_model
@@ -49,7 +48,7 @@ def _seconds(members: Sequence[Recipe], machine: Machine) -> float:
     recipe, count = members[0], len(members)
     images = images_of(recipe)
     total = total_iterations(recipe, images)
-    flops, layers = network_cost(recipe.but(lr=1.0, seed=0, optimizer="sgd", weight_decay=0.0))
+    flops, layers = network_cost(recipe)
     rate = machine.flops[recipe.precision]
     step = max(3 * flops * recipe.batch_size * count / rate, layers * machine.layer_seconds)
     tested = recipe.test_size or recipe.validation or SETS[recipe.data].test
@@ -63,19 +62,38 @@ def images_of(recipe: Recipe) -> int:
     return min(recipe.train_size or there, there)
 
 
-@functools.cache
 def network_cost(recipe: Recipe) -> tuple[int, int]:
     """Operations of one image's forward pass, and the number of layers with weights."""
     spec = SETS[recipe.data]
     channels = spec.shape[2] if len(spec.shape) == 3 and recipe.inputs != "grey" else 1
     shrink = 4 if recipe.inputs == "pooled" else 1
     shape = (channels, spec.shape[0] // shrink, spec.shape[1] // shrink)
+    return _network_cost(recipe.model, shape, spec.classes, recipe.hidden, recipe.width)
+
+
+@functools.cache
+def _network_cost(
+    name: str, shape: tuple[int, int, int], classes: int, hidden: tuple[int, ...], width: int
+) -> tuple[int, int]:
+    """Multiplications and additions of convolutions and linear layers, counted on a model without memory."""
     with torch.device("meta"):
-        model = build_model(recipe.model, shape, spec.classes, hidden=recipe.hidden, width=recipe.width).eval()
-        counter = FlopCounterMode(display=False)
-        with counter:
-            model(torch.empty(1, *shape))
-    return counter.get_total_flops(), sum(isinstance(m, nn.Conv2d | nn.Linear) for m in model.modules())
+        model = build_model(name, shape, classes, hidden=hidden, width=width)
+        image = torch.empty(1, *shape)
+    counts: list[int] = []
+
+    def count(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        weight = layer.get_parameter("weight")
+        counts.append(2 * weight.numel() * output[0, 0].numel())
+
+    for module in list(model.modules()):
+        for child_name, child in module.named_children():
+            if isinstance(child, nn.BatchNorm2d):  # slow without memory, and next to nothing to compute
+                setattr(module, child_name, nn.Identity())
+            elif isinstance(child, nn.Conv2d | nn.Linear):
+                child.register_forward_hook(count)
+    with torch.no_grad():
+        model(image)
+    return sum(counts), len(counts)
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from gspace.lab.recipe import Recipe
-from gspace.lab.stacked import stackable
+from gspace.lab.stacked import stack_key, stackable
 
 Scores = Callable[[Recipe], float | None]
 """Test (or validation) error of a finished run, infinity if it diverged, None if it is not finished."""
@@ -73,7 +73,8 @@ class Cell:
         method: Its column there.
         recipes: Its runs, one per seed.
         paper: What the paper prints in its place.
-        axis: Where the row lies on the horizontal axis of a figure, if it does.
+        setting: What was chosen for it, if something was.
+        axis: Name and value of the quantity that the table's rows vary, if it is one.
     """
 
     part: str
@@ -81,7 +82,8 @@ class Cell:
     method: Method
     recipes: tuple[Recipe, ...]
     paper: Printed | None = None
-    axis: float | None = None
+    setting: str = ""
+    axis: tuple[str, float] | None = None
 
     @property
     def line(self) -> str:
@@ -104,7 +106,7 @@ class Experiment:
         source: Where it stands in the paper; empty if it does not.
         question: What it tests.
         notes: Choices that the paper leaves open, and anything a reader must know.
-        figure: How to draw it, a name in `figures.DRAWINGS`.
+        measures: What is tabulated, names in `tabulate.MEASURES`; the first one is drawn too.
         cells: Yields its cells, for full or `quick` size.
     """
 
@@ -112,8 +114,8 @@ class Experiment:
     source: str
     question: str
     notes: tuple[str, ...]
-    figure: str
     cells: Cells
+    measures: tuple[str, ...] = ("test_error", "fit_loss")
 
 
 @dataclass(frozen=True)
@@ -198,16 +200,15 @@ def best(candidates: Sequence[Sequence[Recipe]], scores: Scores) -> Recipe | Non
 def jobs(cells: Sequence[Cell]) -> list[Recipe]:
     """Every run once, in a good order.
 
-    MLPs cell by cell, because the seeds of a cell are trained together; other networks seed by seed within a line of
-    the table, so that an early stop leaves every column with the same seeds.
+    MLPs that can be trained together stand together. Other networks come seed by seed within a line of the table, so
+    that an early stop leaves every column with the same seeds.
     """
-    lines: dict[tuple[str, str], list[Cell]] = {}
+    groups: dict[object, list[Recipe]] = {}
     for cell in cells:
-        lines.setdefault((cell.part, cell.line), []).append(cell)
+        for recipe in cell.recipes:
+            group = stack_key(recipe) if stackable(recipe) else (cell.part, cell.line)
+            groups.setdefault(group, []).append(recipe)
     ordered: list[Recipe] = []
-    for line in lines.values():
-        runs = [recipe for cell in line for recipe in cell.recipes]
-        if not all(map(stackable, runs)):
-            runs.sort(key=lambda recipe: recipe.seed)
-        ordered += runs
+    for runs in groups.values():
+        ordered += runs if stackable(runs[0]) else sorted(runs, key=lambda recipe: recipe.seed)
     return list(dict.fromkeys(ordered))

@@ -1,9 +1,22 @@
 """Command-line options that several commands share; those of a recipe are generated from its fields."""
 
 import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from dataclasses import fields
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
+from gspace.lab.data import load
+from gspace.lab.display import display
 from gspace.lab.engine import Engine
+from gspace.lab.errors import RecipeError, RecordError
+from gspace.lab.recipe import DEFAULTS, Recipe
+from gspace.lab.train import Session, stop_requests
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +53,108 @@ def engine(args: argparse.Namespace) -> Engine:
         checkpoint_seconds=args.checkpoint_seconds,
         tensorboard=args.tensorboard,
     )
+
+
+@contextmanager
+def session(args: argparse.Namespace, runs: int) -> Iterator[Session]:
+    """What the runs of one command have in common; shows their progress, and ends them cleanly on a signal."""
+    with display(runs, quiet=args.json) as shown, stop_requests() as stop:
+        if args.minutes is not None:
+            signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
+        yield Session(args.data_dir, engine(args), shown.watch, shown.download if args.download else None, stop)
+
+
+def check(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
+    """One error for a device, a data set or a folder that is not there, not one for each run that needs it."""
+    engine(args).resolve()
+    if not args.download:
+        for name in dict.fromkeys(recipe.data for recipe in recipes):
+            load(name, args.data_dir)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecordError(f"cannot write {args.out}: {error.strerror or error}") from error
+
+
+def alone(json_alone: bool) -> AbstractContextManager[object]:
+    """With --json the standard output holds nothing else."""
+    return redirect_stdout(sys.stderr) if json_alone else nullcontext()
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """One option per field of a recipe, from the field's own type, help text and choices."""
+    group = parser.add_argument_group("the recipe")
+    hints = get_type_hints(Recipe)
+    for field in fields(Recipe):
+        flag = "--" + field.name.replace("_", "-")
+        choices = f": {', '.join(field.metadata['choices'])}" if field.metadata["choices"] else ""
+        default = "" if field.default in (None, "") else f" (default: {_shown(field.default)})"
+        text = f"{field.metadata['help']}{choices}{default}".replace("%", "%%")
+        if hints[field.name] is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            group.add_argument(flag, type=reader(hints[field.name]), help=text, metavar=_metavar(hints[field.name]))
+
+
+def recipe(args: argparse.Namespace) -> Recipe:
+    """The recipe file's fields, if one was named, and over them those given on the command line."""
+    given = {name: value for name in DEFAULTS if (value := getattr(args, name)) is not None}
+    base = _recipe_file(args.recipe) if args.recipe else {}
+    if "iterations" in given or "epochs" in given:  # one length replaces the other
+        base = {name: value for name, value in base.items() if name not in ("iterations", "epochs")}
+    return Recipe.from_dict({**base, **given})
+
+
+def _recipe_file(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path} is no recipe: it holds no JSON object")
+    return content
+
+
+def reader(kind: Any) -> Callable[[str], Any]:
+    """From text to a field's type. What cannot be read stays text, which the recipe refuses by the field's name.
+
+    >>> reader(tuple[int, ...])("64,64"), reader(float | None)("inf"), reader(int)("many")
+    ((64, 64), inf, 'many')
+    """
+    if isinstance(kind, UnionType):
+        return reader(next(k for k in get_args(kind) if k is not NoneType))
+    if get_origin(kind) is tuple:
+        item = reader(get_args(kind)[0])
+        return lambda text: tuple(item(part) for part in text.split(",") if part)
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+
+    return read
+
+
+def _metavar(kind: Any) -> str:
+    if isinstance(kind, UnionType):
+        return _metavar(next(k for k in get_args(kind) if k is not NoneType))
+    if get_origin(kind) is tuple:
+        return f"{_metavar(get_args(kind)[0])},..."
+    return {int: "N", float: "X", str: "NAME"}[kind]
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+def numbers(text: str) -> list[int]:
+    """Seeds: `0,1,2` or `0-2`."""
+    try:
+        parts = [[int(end) for end in part.split("-")] for part in text.split(",")]
+        return [seed for ends in parts for seed in range(ends[0], ends[-1] + 1)]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of seeds: write 0,1,2 or 0-2") from error
 
 
 def _positive(text: str) -> float:

@@ -14,7 +14,9 @@ from gspace.lab.cost import CPU, GPU, Machine, duration, estimate
 from gspace.lab.data import SETS, data_folder, read
 from gspace.lab.errors import RecipeError
 from gspace.lab.experiment import LENGTHS, Cell, Experiment, Scores, Variant, jobs
+from gspace.lab.queue import run_queue
 from gspace.lab.recipe import Recipe, check_name
+from gspace.lab.report import as_json, assemble, publish
 from gspace.lab.tables import EXPERIMENTS
 
 
@@ -31,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="run folders (default: runs)")
     parser.add_argument("--report", type=Path, metavar="DIR", help="where the report goes (default: OUT/report/NAME)")
     parser.add_argument("--list", action="store_true", help="show the runs and their cost, run nothing")
-    parser.add_argument("--json", action="store_true", help="with --list: the queue file, else the summaries, as JSON")
+    parser.add_argument("--json", action="store_true", help="with --list: the queue file, else the tables, as JSON")
     options.add_data(parser)
     options.add_engine(parser)
 
@@ -42,24 +44,54 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", type=_names, metavar="NAME,...", help="networks, for example plain-34")
     group.add_argument("--method", type=_names, metavar="KEY,...", help="methods, for example sgd,gsgd")
     group.add_argument("--part", metavar="TEXT", help="tables whose heading holds this text, for example grid")
-    group.add_argument("--seeds", type=_numbers, metavar="N,...", help="seeds, for example 0,1,2 or 0-2")
+    group.add_argument("--seeds", type=options.numbers, metavar="N,...", help="seeds, for example 0,1,2 or 0-2")
 
 
 def run(args: argparse.Namespace) -> int:
-    check_name("experiment", args.name, EXPERIMENTS)
-    experiment = EXPERIMENTS[args.name]
-    variant = Variant(args.quick, LENGTHS[args.length], absent_sets(args.data_dir) if args.quick else frozenset())
-    cells = selected(variant.cells(experiment, scores_below(args.out)), args)
+    """Runs what is not finished and writes the report; 1 if a run failed."""
+    experiment = EXPERIMENTS[check_name("experiment", args.name, EXPERIMENTS)]
+    if args.quick and args.length != "1":
+        raise RecipeError("--quick has a schedule of its own: leave --length out")
+    absent = absent_sets(experiment, args.data_dir) if args.quick else frozenset()
+    variant = Variant(args.quick, LENGTHS[args.length], absent)
+
+    def cells() -> list[Cell]:
+        return selected(variant.cells(experiment, scores_below(args.out)), args)
+
     if args.list:
-        print(as_queue(cells) if args.json else as_text(experiment, variant, cells, scores_below(args.out)))
+        print(as_queue(cells()) if args.json else as_text(experiment, variant, cells(), scores_below(args.out)))
         return 0
-    raise RecipeError("running an experiment is not there yet: use --list --json")
+    failed = work(cells, args)
+    records = read_records([args.out])
+    document = assemble(records, [experiment], command(args))
+    written = publish(document, args.report or args.out / "report" / experiment.name)
+    print(as_json(document) if args.json else "\n".join(map(str, written)))
+    return 1 if failed else 0
 
 
-def absent_sets(data_dir: Path | None) -> frozenset[str]:
-    """The data sets that are not to be found; a damaged one is an error."""
+def work(cells: Callable[[], list[Cell]], args: argparse.Namespace) -> int:
+    """Runs the cells, then those that their results decide, and so on; returns the number of failures."""
+    failed = 0
+    tried: set[Recipe] = set()
+    while todo := [r for r in jobs(cells()) if r not in tried and scores_below(args.out)(r) is None]:
+        options.check(todo, args)
+        with options.session(args, len(todo)) as session, options.alone(args.json):
+            failed += run_queue(todo, args.out, session, stack=args.stack)
+        tried.update(todo)
+    return failed
+
+
+def command(args: argparse.Namespace) -> str:
+    quick = " --quick" if args.quick else ""
+    length = "" if args.length == "1" else f" --length {args.length}"
+    return f"gspace reproduce {args.name}{quick}{length}"
+
+
+def absent_sets(experiment: Experiment, data_dir: Path | None) -> frozenset[str]:
+    """The data sets of an experiment that are not to be found; a damaged one is an error."""
     root = data_folder(data_dir)
-    return frozenset(name for name, spec in SETS.items() if read(name, spec, root) is None)
+    names = {recipe.data for recipe in jobs(Variant(quick=True).cells(experiment, lambda recipe: None))}
+    return frozenset(name for name in names if read(name, SETS[name], root) is None)
 
 
 def scores_below(out: Path) -> Scores:
@@ -127,11 +159,3 @@ def costs(recipes: Sequence[Recipe]) -> str:
 
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        parts = [[int(end) for end in part.split("-")] for part in text.split(",")]
-        return [seed for ends in parts for seed in range(ends[0], ends[-1] + 1)]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of seeds: write 0,1,2 or 0-2") from error

@@ -25,6 +25,8 @@ FROZEN = Method("sgd-frozen", "SGD, free skeleton frozen", {"optimizer": "sgd-fr
 STILL = Method("gsgd-still", "G-SGD, skeleton paths held", {"optimizer": "gsgd", "init": "skeleton", **HELD}, True)
 CONTROLS = (FROM_SKELETON, FROZEN)
 
+GRID = "grid of rates, validation images"
+
 # MLPs --------------------------------------------------------------------------------------------------------------
 
 FASHION = Recipe(data="fashion_mnist", inputs="pooled", lr=0.01, batch_size=64, epochs=100.0, hidden=(8, 8))
@@ -38,23 +40,24 @@ def _mlp_invariance(quick: bool, scores: Scores) -> Iterator[Cell]:
     rates = (0.01, 0.1) if quick else RATES
     methods = (SGD, G_SGD, *CONTROLS)
 
-    def line(part: str, h: int, method: Method, recipe: Recipe, count: int) -> Cell:
-        return Cell(part, f"h = {h}", method, seeds(recipe.but(hidden=(h, h)), count), axis=invariant_ratio(h))
+    def line(part: str, h: int, method: Method, recipe: Recipe, setting: str = "") -> Cell:
+        runs = seeds(recipe.but(hidden=(h, h)), 2 if quick else 5)
+        ratio = invariant_ratio(h)
+        return Cell(part, f"h = {h} (H/m = {ratio:.2e})", method, runs, None, setting, ("invariant ratio H/m", ratio))
 
-    count = 2 if quick else 5
     for h in widths:
         for method in methods:
-            yield line("the paper's rate, 0.01", h, method, method.on(base), count)
+            yield line("the paper's rate, 0.01", h, method, method.on(base))
     held = 1000 if quick else 6000
     for h in widths:
         for method in methods:
             grid = [method.on(base, hidden=(h, h), lr=rate, validation=held) for rate in rates]
             groups = [seeds(recipe, 1 if quick else 2) for recipe in grid]
             for recipe, runs in zip(grid, groups, strict=True):
-                yield Cell("grid of rates, validation images", f"h = {h}, lr {recipe.lr:g}", method, runs)
+                yield Cell(GRID, f"h = {h}, lr {recipe.lr:g}", method, runs)
             found = best(groups, scores)
             if found:
-                yield line("best rate of each method", h, method, found.but(validation=0), count)
+                yield line("best rate of each method", h, method, found.but(validation=0), f"lr {found.lr:g}")
 
 
 def invariant_ratio(h: int) -> float:
@@ -77,11 +80,11 @@ def _path_sgd(quick: bool, scores: Scores) -> Iterator[Cell]:
         for method in (SGD, PATH_SGD, G_SGD, GUARDED, *CONTROLS):
             grid = [seeds(method.on(base, data=data, lr=rate, validation=held), 1) for rate in rates]
             for runs in grid:
-                yield Cell("grid of rates, validation images", f"lr {runs[0].lr:g}", method, runs)
+                yield Cell(GRID, f"lr {runs[0].lr:g}", method, runs, axis=("learning rate", runs[0].lr))
             found = best(grid, scores)
             if found:
                 runs = seeds(found.but(validation=0), 2 if quick else 5)
-                yield Cell("best rate of each method", "5 × 64", method, runs)
+                yield Cell("best rate of each method", "5 × 64", method, runs, None, f"lr {found.lr:g}")
 
 
 # Convolutional networks --------------------------------------------------------------------------------------------
@@ -99,12 +102,14 @@ CIFAR = Recipe(
 QUICK_CIFAR: Mapping[str, Any] = {
     "width": 8,
     "iterations": 160,
+    "eval_every": 10,
     "batch_size": 64,
     "train_size": 6400,
     "test_size": 1000,
     "precision": "float32",
     "quick": True,
 }
+SMALLER = {"plain-34": "plain-10", "resnet-34": "resnet-10", "resnet-110": "resnet-18"}
 PIN = {"plain": "stages", "resnet": "none"}  # where chains end; residual blocks end them by themselves
 
 TABLE_1 = {
@@ -130,10 +135,9 @@ FIGURES_8_9 = {  # stated as accuracies: 94.29, 94.67, 74.39, 75.20
 
 
 def cifar(model: str, data: str, *, quick: bool = False, **changes: Any) -> Recipe:
-    """The paper's settings for a network of its Table 1; quick ones have ten layers of an eighth of the width."""
-    family = model.split("-")[0]
-    small = {**QUICK_CIFAR, "model": f"{family}-10"} if quick else {"model": model}
-    return CIFAR.but(**{**small, "data": data, "pin": PIN[family], **changes})
+    """The paper's settings for a network of its tables; quick ones have few layers of an eighth of the width."""
+    small = {**QUICK_CIFAR, "model": SMALLER[model]} if quick else {"model": model}
+    return CIFAR.but(**{**small, "data": data, "pin": PIN[model.split("-")[0]], **changes})
 
 
 def _compared(models: Sequence[str], methods: Sequence[Method]) -> Callable[[bool, Scores], Iterator[Cell]]:
@@ -187,13 +191,15 @@ def _regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
             base = base.but(iterations=80)
         grid = [seeds(base.but(weight_decay=decay, validation=held), 1) for decay in lambdas]
         for runs in grid:
-            yield Cell("grid of λ, validation images", f"λ = {runs[0].weight_decay:g}", method, runs)
+            decay = runs[0].weight_decay
+            yield Cell("grid of λ, validation images", f"λ = {decay:g}", method, runs, axis=("λ", decay))
         found = best(grid, scores)
         for data in ("cifar10",) if quick else ("cifar10", "cifar100"):
             if found:
                 runs = seeds(found.but(validation=0, data=data), 1 if quick else 3)
                 printed = FIGURES_8_9.get((data, method.key))
-                yield Cell("best λ of each method", base.model, method, runs, printed)
+                setting = f"λ = {found.weight_decay:g}"
+                yield Cell("best λ of each method", base.model, method, runs, printed, setting)
 
 
 def _momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
@@ -208,11 +214,13 @@ def _momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
             grid = [seeds(short.but(lr=rate, weight_decay=decay), 1) for rate in rates for decay in decays]
             for runs in grid:
                 row = f"{base.model}, lr {runs[0].lr:g}, decay {runs[0].weight_decay:g}"
-                yield Cell("grid of rates and decays, 8,000 iterations, validation images", row, method, runs)
+                yield Cell(f"grid, {short.iterations:,} iterations, validation images", row, method, runs)
             found = best(grid, scores)
             if found:
                 full = start.but(lr=found.lr, weight_decay=found.weight_decay)
-                yield Cell("best settings of each method", base.model, method, seeds(full, 1 if quick else 3))
+                setting = f"lr {found.lr:g}, decay {found.weight_decay:g}"
+                runs = seeds(full, 1 if quick else 3)
+                yield Cell("best settings of each method", base.model, method, runs, None, setting)
 
 
 def _chain(key: str, label: str, **fields: Any) -> Method:
@@ -256,7 +264,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
                 "Plain-34's chains end at each stage, as in the authors' code; the paper's text has one chain.",
                 "Inputs are normalized per channel; the paper scales them to [0, 1].",
             ),
-            "curves",
             _compared(("plain-34", "resnet-34"), (SGD, G_SGD, *CONTROLS, STILL)),
         ),
         Experiment(
@@ -268,7 +275,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
                 "One shared rate can favour either method, so the best rate of each is run too; "
                 "it is chosen on held-out training images.",
             ),
-            "gap",
             _mlp_invariance,
         ),
         Experiment(
@@ -279,7 +285,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
                 "Five hidden layers of 64, rates 10^-α for α = 0 … 10, batch 64, grey images in [0, 1].",
                 "The paper does not say for how long: 50 epochs here. The rate is chosen on held-out training images.",
             ),
-            "curves",
             _path_sgd,
         ),
         Experiment(
@@ -287,15 +292,14 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             "Fig. 6",
             "What does a step of G-SGD cost beside one of SGD?",
             ("Images per second of the training loop. The paper states about 7 % less for G-SGD, on 4 GPUs.",),
-            "bars",
             _throughput,
+            ("images_per_second",),
         ),
         Experiment(
             "signs",
             "Sec. 11.2",
             "Do the signs of the skeleton weights matter?",
             ("The paper states that they do not and prints no numbers. Each seed draws its own random signs.",),
-            "bars",
             _signs,
         ),
         Experiment(
@@ -303,7 +307,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             "Tab. 5, Fig. 7",
             "Does the gain of G-SGD last on a deeper network?",
             ("Settings of table-1; [3, 8, 40, 3] basic blocks.",),
-            "curves",
             _compared(("resnet-110",), (SGD, G_SGD, *CONTROLS)),
         ),
         Experiment(
@@ -311,18 +314,13 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             "Fig. 8, Fig. 9",
             "Weight decay for SGD against decay of basis paths for G-SGD, each at its best λ.",
             ("λ ∈ {0.1, 0.2, 0.5}·10^-α, α = 3 … 6, chosen on held-out images of CIFAR-10, used on CIFAR-100 too.",),
-            "curves",
             _regularization,
         ),
         Experiment(
             "momentum",
             "",
             "Does G-space help the baseline people use: momentum 0.9, weight decay, the usual schedule?",
-            (
-                "Rate and decay of every method are tuned on the same short grid, on held-out training images.",
-                "Not in the paper.",
-            ),
-            "curves",
+            ("Rate and decay of every method are tuned on the same short grid, on held-out training images.",),
             _momentum,
         ),
         Experiment(
@@ -330,7 +328,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             "Sec. 5.1 (text)",
             "What makes one chain through all layers of Plain-34 train, and does it beat stage by stage?",
             ("The paper's text has one chain; its authors' code ends it at each stage.",),
-            "curves",
             _one_chain,
         ),
     )

@@ -1,0 +1,105 @@
+"""A report as data, before it is Markdown, pictures or a page: tables of text, and panels of curves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a head.
+
+    Attributes:
+        numbers: Index of the first column that holds numbers.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: int = 1
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: its mean, and the smallest and largest of its runs at each x.
+
+    Attributes:
+        control: Drawn behind the others, dashed.
+    """
+
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    control: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        ticks: Names of x = 0, 1, 2, ..., if x is no number; the series are then points, not lines.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    log_x: bool = False
+    log_y: bool = False
+    ticks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """One experiment at one size.
+
+    Attributes:
+        name: File name of its figure.
+        command: What runs it.
+    """
+
+    name: str
+    title: str
+    command: str
+    text: tuple[str, ...]
+    tables: tuple[Table, ...] = ()
+    panels: tuple[Panel, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class Document:
+    title: str
+    command: str
+    text: tuple[str, ...]
+    sections: tuple[Section, ...]
+    appendix: tuple[Table, ...]
+
+
+def markdown(document: Document, figures: str) -> str:
+    """The document as Markdown; `figures` is the folder of its figures, relative to the file."""
+    lines = [f"# {document.title}", "", *_paragraphs(document.text), f"Written by `{document.command}`.", ""]
+    for section in document.sections:
+        lines += [f"## {section.title}", "", *_paragraphs(section.text), f"`{section.command}`", ""]
+        for table in section.tables:
+            lines += [f"### {table.title}", "", *_table(table), ""]
+        if section.panels:
+            path = f"{figures}/{section.name}.svg"
+            lines += [f"![{section.title}]({path})", "", f"By `{section.command}`.", ""]
+    for table in document.appendix:
+        lines += [f"## {table.title}", "", *_table(table), ""]
+    return "\n".join(lines)
+
+
+def _paragraphs(text: Sequence[str]) -> list[str]:
+    return [line for paragraph in text for line in (paragraph, "")]
+
+
+def _table(table: Table) -> list[str]:
+    rule = ["---" if k < table.numbers else "---:" for k in range(len(table.head))]
+    return [_row(table.head), "|" + "|".join(rule) + "|", *(_row(row) for row in table.rows)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,78 @@
+"""Panels as PNG and SVG (matplotlib), the same bytes each time."""
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gspace.lab.document import Panel, Series
+from gspace.lab.record import write_atomic
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#444444")
+"""Okabe and Ito's, told apart by every kind of eye."""
+
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "svg.hashsalt": "gspace",  # ids in the file do not depend on the moment
+    "svg.fonttype": "none",
+}
+
+
+def draw(panels: Sequence[Panel], path: Path) -> list[Path]:
+    """Writes `path`.png and .svg with all panels, two in a row."""
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.2 * columns, 3.4 * rows), layout="constrained")
+        for place, panel in enumerate(panels):
+            _panel(figure.add_subplot(rows, columns, place + 1), panel)
+        return [save(figure, path.with_name(f"{path.name}.{kind}")) for kind in ("png", "svg")]
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Without the date and the version that would change the bytes."""
+    empty = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+    kind = path.suffix[1:]
+    with matplotlib.rc_context(STYLE):
+        buffer = BytesIO()
+        figure.savefig(buffer, format=kind, dpi=130, metadata=empty[kind])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, buffer.getvalue())
+    return path
+
+
+def _panel(axes: Axes, panel: Panel) -> None:
+    for k, series in enumerate(panel.series):
+        colour = COLOURS[k % len(COLOURS)]
+        _points(axes, series, colour) if panel.ticks else _line(axes, series, colour)
+    axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    if panel.log_x:
+        axes.set_xscale("log")
+    if panel.log_y:
+        axes.set_yscale("log")
+    if panel.ticks:
+        axes.set_xticks(range(len(panel.ticks)), panel.ticks)
+        axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7, framealpha=0.6)
+
+
+def _line(axes: Axes, series: Series, colour: str) -> None:
+    few = "o" if len(series.x) <= 12 else None
+    dashes = "--" if series.control else "-"
+    axes.plot(series.x, series.y, dashes, color=colour, marker=few, markersize=3, linewidth=1.3, label=series.label)
+    axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _points(axes: Axes, series: Series, colour: str) -> None:
+    below = [y - low for y, low in zip(series.y, series.low, strict=True)]
+    above = [high - y for y, high in zip(series.y, series.high, strict=True)]
+    style: dict[str, Any] = {"fmt": "o", "markersize": 5, "capsize": 3}
+    axes.errorbar(series.x, series.y, (below, above), color=colour, label=series.label, **style)

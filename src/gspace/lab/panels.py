@@ -1,0 +1,102 @@
+"""From records to curves: against epochs, or each run's end against what a table varies."""
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+from gspace.lab.cost import images_of
+from gspace.lab.document import Panel, Series
+from gspace.lab.experiment import Cell
+from gspace.lab.record import Record
+from gspace.lab.schedule import steps_per_epoch
+from gspace.lab.tabulate import MEASURES, Found, Measure, outcome
+
+CURVES = (("train_loss", "training loss", 1.0, True), ("test_error", "test error, %", 100.0, False))
+
+
+def panels(cells: Sequence[Cell], found: Found, measures: Sequence[str]) -> list[Panel]:
+    """What can be drawn of the cells; empty where nothing has ended."""
+    made: list[Panel] = []
+    for part in dict.fromkeys(cell.part for cell in cells):
+        members = [cell for cell in cells if cell.part == part]
+        grid = bool(members[0].recipes[0].validation)
+        keys = measures[:1] if grid else measures
+        if members[0].axis:
+            for data in dict.fromkeys(cell.recipes[0].data for cell in members):
+                made += _against_axis(part, [c for c in members if c.recipes[0].data == data], found, keys)
+        elif "test_error" not in measures or part in POINTS:
+            made += _points(part, members, found, MEASURES[keys[0]])
+        elif not grid:
+            made += _against_epochs("" if part == "test error" else part, members, found)
+    return [panel for panel in made if panel.series]
+
+
+POINTS = ("MLPs",)  # too many lines for curves
+
+
+def _against_axis(part: str, cells: Sequence[Cell], found: Found, measures: Sequence[str]) -> Iterator[Panel]:
+    for key in measures:
+        measure = MEASURES[key]
+        series = []
+        for method in dict.fromkeys(cell.method for cell in cells):
+            ends = [
+                (cell.axis[1], list(outcome(cell.recipes, found, measure).values.values()))
+                for cell in cells
+                if cell.method == method and cell.axis
+            ]
+            series.append(_series(method.label, sorted((x, y) for x, y in ends if y), method.control))
+        title = f"{part}, {cells[0].line.rsplit(', ', 1)[-1]}"
+        label = cells[0].axis[0] if cells[0].axis else ""
+        yield Panel(title, label, measure.label, _drawn(series), log_x=True, log_y=key == "fit_loss")
+
+
+def _points(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> Iterator[Panel]:
+    lines = tuple(dict.fromkeys(cell.line for cell in cells))
+    methods = list(dict.fromkeys(cell.method for cell in cells))
+    series = []
+    for k, method in enumerate(methods):
+        beside = 0.6 * (k + 0.5) / len(methods) - 0.3  # methods side by side around each line's tick
+        ends = [
+            (lines.index(cell.line) + beside, list(outcome(cell.recipes, found, measure).values.values()))
+            for cell in cells
+            if cell.method == method
+        ]
+        series.append(_series(method.label, [(x, y) for x, y in ends if y], method.control))
+    yield Panel(part, "", measure.label, _drawn(series), ticks=lines)
+
+
+def _against_epochs(part: str, cells: Sequence[Cell], found: Found) -> Iterator[Panel]:
+    for line in dict.fromkeys(cell.line for cell in cells):
+        for key, label, scale, log in CURVES:
+            series = [
+                _series(cell.method.label, curve([found[r] for r in cell.recipes if r in found], key, scale), control)
+                for cell in cells
+                if cell.line == line
+                for control in [cell.method.control]
+            ]
+            yield Panel(f"{part}: {line}" if part else line, "epoch", label, _drawn(series), log_y=log)
+
+
+def curve(records: Sequence[Record], key: str, scale: float) -> list[tuple[float, list[float]]]:
+    """Points of several runs, joined at the iterations they share; a diverged run ends early."""
+    points: dict[float, list[float]] = {}
+    for record in records:
+        epoch = steps_per_epoch(record.recipe, images_of(record.recipe))
+        for line in record.metrics:
+            if line[key] is not None:
+                points.setdefault(line["iteration"] / epoch, []).append(scale * line[key])
+    return sorted(points.items())
+
+
+def _series(label: str, points: Sequence[tuple[float, list[float]]], control: bool) -> Series:
+    return Series(
+        label,
+        tuple(x for x, _ in points),
+        tuple(fmean(y) for _, y in points),
+        tuple(min(y) for _, y in points),
+        tuple(max(y) for _, y in points),
+        control,
+    )
+
+
+def _drawn(series: Sequence[Series]) -> tuple[Series, ...]:
+    return tuple(s for s in series if s.x)

@@ -1,0 +1,235 @@
+"""`gspace report RUNS ...`: tables, figures and one HTML page, from recorded runs alone.
+
+    gspace report runs --out report             # report.md, report.html, figures/*.png and *.svg
+    gspace report runs --export results         # small JSON records to commit; a report can be made from them again
+
+The same records give the same bytes.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspace.lab.archive import export, read_records, scores_of, short_recipe
+from gspace.lab.cost import CPU, GPU, duration, estimate
+from gspace.lab.document import Document, Section, Table, markdown
+from gspace.lab.errors import RecordError
+from gspace.lab.experiment import DATA_NAMES, LENGTHS, Cell, Experiment, Variant, jobs
+from gspace.lab.figures import draw
+from gspace.lab.page import page
+from gspace.lab.panels import panels
+from gspace.lab.recipe import Recipe, check_name
+from gspace.lab.record import Record, write_atomic
+from gspace.lab.tables import EXPERIMENTS
+from gspace.lab.tabulate import MEASURES, Found, outcome, tables, write
+
+TITLE = "Measured with gspace"
+READING = (
+    "Numbers are mean ± sample standard deviation (number of runs). A run that diverged is counted, not averaged. "
+    "Differences are between runs of one seed. Curves are means; the band is from the smallest to the largest run."
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUNS", type=Path, nargs="+", help="folders of run folders or of records")
+    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="where to (default: report)")
+    parser.add_argument("--only", metavar="NAME,...", help="experiments to report on (default: all that were begun)")
+    parser.add_argument("--export", type=Path, metavar="DIR", help="write small JSON records there instead")
+    parser.add_argument("--json", action="store_true", help="print the tables (or the exported files) as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    records = read_records(args.runs)
+    if not records:
+        raise RecordError(f"no runs below {', '.join(map(str, args.runs))}")
+    if args.export:
+        written = export(records, args.export)
+        print(json.dumps([str(path) for path in written], indent=1) if args.json else f"{len(written)} records written")
+        return 0
+    names = args.only.split(",") if args.only else list(EXPERIMENTS)
+    chosen = [EXPERIMENTS[check_name("experiment", name, EXPERIMENTS)] for name in names]
+    only = f" --only {args.only}" if args.only else ""
+    document = assemble(records, chosen, f"gspace report {' '.join(map(str, args.runs))}{only}")
+    written = publish(document, args.out)
+    print(as_json(document) if args.json else "\n".join(map(str, written)))
+    return 0
+
+
+def publish(document: Document, out: Path) -> list[Path]:
+    """Writes the document below `out`; returns the Markdown file, the page and the figures."""
+    try:
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecordError(f"cannot write {out}: {error.strerror or error}") from error
+    text, html = out / "report.md", out / "report.html"
+    write_atomic(text, markdown(document, "figures").encode())
+    write_atomic(html, page(document).encode())
+    drawn = [
+        path
+        for section in document.sections
+        if section.panels
+        for path in draw(section.panels, out / "figures" / section.name)
+    ]
+    return [text, html, *drawn]
+
+
+def as_json(document: Document) -> str:
+    """The tables by section, for other programs."""
+    content = {
+        section.name: {
+            table.title: [dict(zip(table.head, row, strict=True)) for row in table.rows] for table in section.tables
+        }
+        for section in document.sections
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Part:
+    """An experiment at one size, as far as it has been run.
+
+    Attributes:
+        cells: Those that are decided.
+        left: Runs to do, a guess where they depend on others that are not done.
+    """
+
+    experiment: Experiment
+    variant: Variant
+    cells: Sequence[Cell]
+    left: Sequence[Recipe]
+
+    @property
+    def name(self) -> str:
+        """File name of its figure."""
+        length = "" if self.variant.length == 1 else str(self.variant.length).replace("/", "-of-")
+        marks = ("quick" if self.variant.quick else "", "stand-in" if self.variant.absent else "", length)
+        return "-".join(filter(None, (self.experiment.name, *marks)))
+
+    @property
+    def command(self) -> str:
+        return f"gspace reproduce {self.experiment.name}{self.variant.flags}"
+
+
+def assemble(records: Sequence[Record], experiments: Sequence[Experiment], command: str) -> Document:
+    """The document that the records give."""
+    found = {record.recipe: record for record in records}
+    parts = shown([part for experiment in experiments for part in begun(experiment, found)], found)
+    known = {recipe for part in parts for recipe in jobs(part.cells)}
+    others = [record for record in records if record.recipe not in known]
+    appendix = (
+        _missing(experiments, parts),
+        _diverged(records),
+        _others(others),
+        _environments(records),
+    )
+    sections = tuple(section(part, found) for part in parts)
+    return Document(TITLE, command, (READING,), sections, tuple(table for table in appendix if table.rows))
+
+
+def begun(experiment: Experiment, found: Found) -> Iterator[Part]:
+    """The sizes of an experiment of which at least one run is recorded."""
+    scores = scores_of(list(found.values()))
+    for variant in variants(found):
+        cells = variant.cells(experiment, scores)
+        if any(recipe in found for recipe in jobs(cells)):
+            guessed = variant.cells(experiment, lambda recipe: 1.0 if (score := scores(recipe)) is None else score)
+            yield Part(experiment, variant, cells, [r for r in jobs(guessed) if scores(r) is None])
+
+
+def shown(parts: Sequence[Part], found: Found) -> list[Part]:
+    """Those that have a run of their own: some short runs belong to several experiments."""
+    owners = Counter(recipe for part in parts for recipe in jobs(part.cells) if recipe in found)
+    return [part for part in parts if any(owners[recipe] == 1 for recipe in jobs(part.cells))]
+
+
+def variants(recipes: Collection[Recipe]) -> Iterator[Variant]:
+    """Every size that the recorded runs can be of."""
+    full = any(not recipe.quick for recipe in recipes)
+    yield from (Variant(length=length) for length in LENGTHS.values() if full)
+    quick = [recipe for recipe in recipes if recipe.quick]
+    absent = frozenset(recipe.stands_for for recipe in quick if recipe.stands_for)
+    if any(not recipe.stands_for for recipe in quick):
+        yield Variant(quick=True)
+    if absent:
+        yield Variant(quick=True, absent=absent)
+
+
+def section(part: Part, found: Found) -> Section:
+    experiment, measures = part.experiment, part.experiment.measures
+    source = f"{experiment.source} of the paper" if experiment.source else "not in the paper"
+    label = f" ({part.variant.label})" if part.variant.label else ""
+    stands = sorted({cell.line.rsplit(", ", 1)[-1] for cell in part.cells if cell.recipes[0].stands_for})
+    return Section(
+        name=part.name,
+        title=f"{experiment.name}: {source}{label}",
+        command=part.command,
+        text=(
+            experiment.question,
+            *experiment.notes,
+            *(f"**{label.capitalize()}.**" for label in [part.variant.label] if label),
+            *(f"**Not the paper's data: {stand}.**" for stand in stands),
+        ),
+        tables=tuple(tables(part.cells, found, measures)),
+        panels=tuple(panels(part.cells, found, measures)),
+    )
+
+
+def _missing(experiments: Sequence[Experiment], parts: Sequence[Part]) -> Table:
+    """What is not finished of what was begun, and the experiments of which nothing is."""
+    there = {part.experiment for part in parts if not part.variant.quick and part.variant.length == 1}
+    absent = []
+    for experiment in experiments:
+        if experiment not in there:
+            runs = jobs(Variant().cells(experiment, lambda recipe: 1.0))
+            absent.append(Part(experiment, Variant(), (), runs))
+    rows = []
+    for part in (*parts, *absent):
+        sets = list(dict.fromkeys(recipe.stands_for or recipe.data for recipe in part.left))
+        for data in sets:
+            runs = [recipe for recipe in part.left if (recipe.stands_for or recipe.data) == data]
+            machine = CPU if part.variant.quick else GPU
+            cost = f"{duration(estimate(runs, machine))} on {machine.name}"
+            command = f"`{part.command} --data {data}`" if len(sets) > 1 else f"`{part.command}`"
+            rows.append(
+                (f"{part.experiment.name}{part.variant.flags}, {DATA_NAMES[data]}", command, str(len(runs)), cost)
+            )
+    return Table("Missing", ("experiment", "command", "runs", "about"), tuple(rows), 2)
+
+
+def _diverged(records: Sequence[Record]) -> Table:
+    ended = [(record.recipe, record.summary) for record in records if record.summary is not None]
+    rows = [
+        (recipe.folder, _settings(recipe), f"{summary['iteration']} of {summary['iterations']}")
+        for recipe, summary in ended
+        if summary["status"] == "diverged"
+    ]
+    return Table("Diverged runs", ("run", "settings", "at iteration"), tuple(rows), 2)
+
+
+def _others(records: Sequence[Record]) -> Table:
+    """Runs that belong to no experiment above."""
+    found = {record.recipe: record for record in records}
+    rows = [
+        (r.folder, _settings(r), write(outcome([r], found, MEASURES["test_error"]), MEASURES["test_error"]))
+        for r in found
+    ]
+    return Table("Other runs", ("run", "settings", "test error, %"), tuple(rows), 2)
+
+
+def _settings(recipe: Recipe) -> str:
+    return ", ".join(f"{name} {value}" for name, value in short_recipe(recipe).items() if name != "seed")
+
+
+def _environments(records: Sequence[Record]) -> Table:
+    """Where the runs were computed, by their last session."""
+    keys = ("gspace", "commit", "torch", "python", "platform", "cores", "gpu")
+    last = [record.sessions[-1] if record.sessions else {} for record in records]
+    count = Counter(tuple(str(session.get(key) or "–") for key in keys) for session in last)
+    rows = [
+        (*(value[:12] if key == "commit" else value for key, value in zip(keys, values, strict=True)), str(n))
+        for values, n in sorted(count.items())
+    ]
+    return Table("Environment", (*keys, "runs"), tuple(rows), len(keys))

@@ -1,0 +1,168 @@
+"""From records to tables: *paper | ours mean ± std (n)*, failures kept, differences between runs of one seed."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+
+from gspace.lab.document import Table
+from gspace.lab.experiment import Cell, Method
+from gspace.lab.recipe import Recipe
+from gspace.lab.record import Record
+
+Found = Mapping[Recipe, Record]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a summary.
+
+    Attributes:
+        scale: From the summary's unit to the label's.
+        form: How it is written.
+        relative: Whether two of them are compared by their ratio.
+    """
+
+    key: str
+    label: str
+    scale: float
+    form: str
+    relative: bool = False
+
+    def write(self, value: float) -> str:
+        return format(value, self.form)
+
+
+MEASURES = {
+    measure.key: measure
+    for measure in (
+        Measure("test_error", "test error, %", 100, ".2f"),
+        Measure("fit_loss", "training loss", 1, ".3g"),
+        Measure("images_per_second", "images per second", 1, ",.0f", relative=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the runs of a cell gave.
+
+    Attributes:
+        values: Per seed, of the runs that reached their end.
+        diverged: How many did not.
+    """
+
+    values: Mapping[int, float]
+    diverged: int = 0
+
+    @property
+    def mean(self) -> float | None:
+        return fmean(self.values.values()) if self.values else None
+
+
+def outcome(recipes: Sequence[Recipe], found: Found, measure: Measure) -> Outcome:
+    summaries = {recipe.seed: found[recipe].summary for recipe in recipes if recipe in found}
+    ended = {seed: summary for seed, summary in summaries.items() if summary is not None}
+    values = {seed: summary.get(measure.key) for seed, summary in ended.items() if summary["status"] == "finished"}
+    known = {seed: measure.scale * value for seed, value in values.items() if value is not None}
+    return Outcome(known, sum(summary["status"] == "diverged" for summary in ended.values()))
+
+
+def write(found: Outcome, measure: Measure) -> str:
+    """Mean ± standard deviation (n), and how many diverged; – where nothing has ended.
+
+    >>> write(Outcome({0: 7.0, 1: 7.2}, diverged=1), MEASURES["test_error"])
+    '7.10 ± 0.14 (2), 1 diverged'
+    """
+    text = mean_std(list(found.values.values()), measure)
+    diverged = f"{found.diverged} diverged" if found.diverged else ""
+    return ", ".join(filter(None, (text, diverged))) or "–"
+
+
+def mean_std(values: Sequence[float], measure: Measure) -> str:
+    """Sample standard deviation, from two values on."""
+    if not values:
+        return ""
+    spread = f" ± {measure.write(stdev(values))}" if len(values) > 1 else ""
+    return f"{measure.write(fmean(values))}{spread} ({len(values)})"
+
+
+def tables(cells: Sequence[Cell], found: Found, measures: Sequence[str]) -> list[Table]:
+    """One table per part and measure. Settings are chosen by error alone, so a grid has that table alone."""
+    made = []
+    for part in dict.fromkeys(cell.part for cell in cells):
+        members = [cell for cell in cells if cell.part == part]
+        grid = any(cell.recipes[0].validation for cell in members)
+        for k, key in enumerate(measures[:1] if grid else measures):
+            made.append(
+                table(part, members if k == 0 else [replace(c, setting="") for c in members], found, MEASURES[key])
+            )
+    return made
+
+
+def table(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> Table:
+    """Lines of a part against its methods, controls last; with a single line, its methods one below the other."""
+    validation = bool(cells[0].recipes[0].validation)
+    label = measure.label.replace("test", "validation") if validation else measure.label
+    title = label if part == "test error" else f"{part[0].upper()}{part[1:]}: {label}"
+    methods = sorted(dict.fromkeys(cell.method for cell in cells), key=lambda method: method.control)
+    lines = list(dict.fromkeys(cell.line for cell in cells))
+    at = {(cell.line, cell.method): cell for cell in cells}
+    printed = [m for m in methods if measure.key == "test_error" and any(c.paper for c in cells if c.method == m)]
+    if len(lines) == 1 and len(methods) > 6:
+        below = tuple((_name(m), _written(at.get((lines[0], m)), found, measure)) for m in methods)
+        return Table(title, (lines[0], label), below)
+    head = [""]
+    for method in methods:
+        head += [f"{_name(method)}: paper", "ours"] if method in printed else [_name(method)]
+    compared = None if validation else _compared(methods)
+    head += [f"{compared[1].label} against {compared[0].label}"] if compared else []
+    rows = tuple(_row(line, [at.get((line, m)) for m in methods], printed, compared, found, measure) for line in lines)
+    return Table(title, tuple(head), rows)
+
+
+def _row(
+    line: str,
+    cells: Sequence[Cell | None],
+    printed: Collection[Method],
+    compared: Collection[Method] | None,
+    found: Found,
+    measure: Measure,
+) -> tuple[str, ...]:
+    row = [line]
+    for cell in cells:
+        row += [str(cell.paper or "–")] if cell and cell.method in printed else []
+        row.append(_written(cell, found, measure))
+    if compared:
+        base, other = (next((c for c in cells if c and c.method == method), None) for method in compared)
+        row.append(difference(base, other, found, measure))
+    return tuple(row)
+
+
+def _name(method: Method) -> str:
+    return f"{method.label} (control)" if method.control else method.label
+
+
+def _written(cell: Cell | None, found: Found, measure: Measure) -> str:
+    if cell is None:
+        return "–"
+    text = write(outcome(cell.recipes, found, measure), measure)
+    return f"{text}; {cell.setting}" if cell.setting else text
+
+
+def _compared(methods: Sequence[Method]) -> tuple[Method, Method] | None:
+    keys = {method.key: method for method in methods}
+    return (keys["sgd"], keys["gsgd"]) if {"sgd", "gsgd"} <= keys.keys() else None
+
+
+def difference(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> str:
+    """How much more `other` has than `base`, over the seeds that both finished: same initial stream, same batches."""
+    if base is None or other is None:
+        return "–"
+    ours, theirs = (outcome(cell.recipes, found, measure).values for cell in (other, base))
+    both = sorted(ours.keys() & theirs.keys())
+    if not both:
+        return "–"
+    values = [100 * (ours[s] / theirs[s] - 1) if measure.relative else ours[s] - theirs[s] for s in both]
+    form, unit = (".1f", " %") if measure.relative else (measure.form, "")
+    spread = f" ± {stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{fmean(values):+{form}}{spread}{unit} ({len(values)})"

@@ -1,0 +1,62 @@
+"""`gspace train`: one recipe with a few seeds, or a list of recipes."""
+
+import argparse
+import json
+from pathlib import Path
+
+from gspace.lab import options
+from gspace.lab.archive import short_recipe
+from gspace.lab.queue import read_queue, report, run_queue
+from gspace.lab.record import Line, read_run
+from gspace.lab.train import train
+
+EXAMPLES = """examples:
+  gspace train --epochs 20 --optimizer gsgd --init skeleton --lr 0.1
+      an MLP on scikit-learn's digits, by G-SGD from the paper's initialisation
+
+  gspace train --data cifar10 --model plain-34 --iterations 8000 --lr 1 --milestones 0.5,0.75 --augment crop-flip \\
+      --precision bf16 --optimizer gsgd --init skeleton --pin stages --max-ratio inf --max-drift inf
+      a network of the paper's Table 1, on an eighth of its schedule
+
+  gspace train --recipe runs/SOME-RUN/recipe.json --lr 0.05 --seeds 0-4
+      a recorded run again, with another rate and five seeds
+
+Each run has a folder below --out, named by what it is and the hash of its recipe. Running the same command again
+continues what was stopped, and leaves alone what is finished. A run that diverges is a result, not an error."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="run folders (default: runs)")
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="JSON file of fields to start from")
+    parser.add_argument("--queue", type=Path, metavar="FILE", help="JSON list of recipes to run instead")
+    parser.add_argument("--seeds", type=options.numbers, metavar="N,...", help="several seeds, for example 0-4")
+    parser.add_argument("--json", action="store_true", help="print recipes and summaries as JSON")
+    options.add_data(parser)
+    options.add_recipe(parser)
+    options.add_engine(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; 1 if a run failed."""
+    if args.queue:
+        recipes = read_queue(args.queue)
+    else:
+        one = options.recipe(args)
+        recipes = [one.but(seed=seed) for seed in args.seeds] if args.seeds else [one]
+    options.check(recipes, args)
+    failed = 0
+    with options.session(args, len(recipes)) as session, options.alone(args.json):
+        if len(recipes) == 1:  # what goes wrong is then this command's error
+            report(recipes[0], train(recipes[0], args.out, **vars(session)))
+        else:
+            failed = run_queue(recipes, args.out, session, stack=args.stack)
+    if args.json:
+        ended: list[Line] = [
+            {"folder": str(args.out / recipe.folder), "recipe": short_recipe(recipe), "summary": record.summary}
+            for recipe in recipes
+            for record in [read_run(args.out / recipe.folder)]
+        ]
+        print(json.dumps(ended, indent=1))
+    return 1 if failed else 0
