@@ -24,7 +24,7 @@ from gspace.lab.queue import batches, main, read_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import open_run, read_run
 from gspace.lab.schedule import drops, learning_rate, steps_per_epoch, total_iterations
-from gspace.lab.stacked import scores, stack, stackable
+from gspace.lab.stacked import activations, largest_stack, losses_and_gradients, matrices, stack, stackable
 from gspace.lab.train import Progress, train, train_many
 from gspace.lab.transform import epoch_rows, feed
 
@@ -421,11 +421,39 @@ def test_a_stack_is_the_grouped_convolution_it_says_it_is() -> None:
     models = [initial_model(SMALL.but(seed=seed), source) for seed in range(3)]
     stacked = stack(models)
     x = torch.randn(3, 5, 64)
-    found = scores(stacked, x, 3)
+    found = activations(matrices(stacked, 3), x)[-1]
     for k, model in enumerate(models):
         torch.testing.assert_close(found[k], model(x[k]), rtol=1e-6, atol=1e-6)
     grouped = stacked(x.transpose(0, 1).reshape(5, 3 * 64, 1))
     torch.testing.assert_close(grouped.view(5, 3, 10).transpose(0, 1), found, rtol=1e-5, atol=1e-6)
+
+
+def test_backpropagation_written_out_is_autograd_s(generator: torch.Generator) -> None:
+    shapes = [(3, 7, 11), (3, 6, 7), (3, 5, 6)]
+    weights = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    x = torch.randn(3, 9, 11, generator=generator, dtype=torch.float64)
+    y = torch.randint(5, (3, 9), generator=generator)
+    scale = torch.tensor([1.0, 0.3, 2.0], dtype=torch.float64)
+    h = x
+    for weight in weights[:-1]:
+        h = torch.einsum("kbi,koi->kbo", h, weight).relu()
+    scores = torch.einsum("kbi,koi->kbo", h, weights[-1])
+    expected = torch.stack([F.cross_entropy(s, t) for s, t in zip(scores, y, strict=True)])
+    grads = torch.autograd.grad((scale * expected).sum(), weights)
+    losses, errors, found = losses_and_gradients([w.detach() for w in weights], x, y, scale)
+    # The loss is taken in float32, whatever the weights: 24 bits.
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6)
+    for a, b in zip(found, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert errors.tolist() == (scores.argmax(2) != y).sum(1).tolist()
+
+
+def test_wide_networks_are_not_stacked_on_a_cpu() -> None:
+    paper = Recipe(data="fashion_mnist", inputs="pooled", epochs=100)
+    sizes = {h: largest_stack(paper.but(hidden=(h, h)), "cpu") for h in (8, 32, 512, 1024)}
+    assert sizes[8] > sizes[32] > sizes[512] >= 5
+    assert sizes[1024] == 1
+    assert largest_stack(paper.but(hidden=(1024, 1024)), "cuda") >= 5
 
 
 @pytest.mark.parametrize("case", [name for name, recipe in CASES.items() if stackable(recipe)])

@@ -18,7 +18,7 @@ from gspace.lab.models import build_model
 from gspace.lab.optimizers import INITS, build_optimizer
 from gspace.lab.recipe import Recipe
 from gspace.lab.seeds import derive
-from gspace.lab.stacked import scores, stack
+from gspace.lab.stacked import activations, losses_and_gradients, matrices, stack
 from gspace.lab.transform import Feed
 
 EVALUATION_BATCH = 2_000
@@ -161,23 +161,20 @@ class Stacked:
         self.optimizer = build_optimizer(self.model, self.recipe, _rate(largest, device), example)
         self.totals = torch.zeros(self.count, 2, dtype=torch.float64, device=device)
         self.loss_totals, self.error_totals = self.totals.unbind(1)
-
-    def scores(self, x: Tensor) -> Tensor:
-        with autocast(self.recipe.precision, x.device):
-            return scores(self.model, x, self.count).float()
+        self.matrices = matrices(self.model, self.count)
 
     def step(self, rows: Tensor) -> None:
-        self.clear()
         x, y = self.feed.batch(rows)
-        found = self.scores(x)
-        losses = F.cross_entropy(found.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
-        losses.backward(self.weights)
+        with autocast(self.recipe.precision, x.device):
+            losses, errors, grads = losses_and_gradients(self.matrices, x.flatten(2), y, self.weights)
+        for parameter, grad in zip(self.model.parameters(), grads, strict=True):
+            parameter.grad = grad.view_as(parameter)
         # A GPU is not asked whether a gradient was refused: there the diverged are stilled before every step.
         if self.totals.is_cuda or not _moved(self.optimizer):
             self._still_diverged()
             self.optimizer.step()
-        self.loss_totals.add_(losses.detach())
-        self.error_totals.add_((found.detach().argmax(2) != y).sum(1))
+        self.loss_totals.add_(losses)
+        self.error_totals.add_(errors)
 
     @torch.no_grad()
     def _still_diverged(self) -> None:
@@ -203,7 +200,8 @@ class Stacked:
     def _score(self, batches: Iterator[tuple[Tensor, Tensor]]) -> list[Score]:
         totals, count = torch.zeros_like(self.totals), 0
         for x, y in batches:
-            found = self.scores(x[None])
+            with autocast(self.recipe.precision, x.device):
+                found = activations(self.matrices, x.flatten(1).expand(self.count, -1, -1))[-1].float()
             many = y.expand(self.count, -1)
             loss = F.cross_entropy(found.flatten(0, 1), many.flatten(), reduction="none").view(many.shape)
             totals[:, 0] += loss.sum(1)

@@ -70,7 +70,11 @@ def run_queue(recipes: Sequence[Recipe], out: Path, session: Session, *, stack: 
 def _take(members: Sequence[Recipe], out: Path, session: Session) -> None:
     """Trains those members that are neither finished nor held by another process."""
     with ExitStack() as held:
-        runs = [run for recipe in members if (run := _claim(held, out, recipe)) is not None]
+        first = _claim(held, out, members[0])
+        if first is None:  # all processes claim in this order: whoever has the first takes the whole stack
+            return
+        others = (_claim(held, out, recipe) for recipe in members[1:])
+        runs = [first, *(run for run in others if run is not None)]
         unfinished = [run for run in runs if run.summary is None]
         if stackable(members[0]):
             work_in_stacks(runs, session)
@@ -91,7 +95,7 @@ def _claim(held: ExitStack, out: Path, recipe: Recipe) -> Run | None:
 
 def report(recipe: Recipe, summary: Line) -> None:
     """One line per run that has ended."""
-    shown = ("status", "test_error", "train_loss", "seconds", "images_per_second", "overhead_seconds")
+    shown = ("status", "test_error", "train_loss", "wall_seconds", "images_per_second", "overhead_seconds")
     values = ", ".join(f"{name} {_short(summary[name])}" for name in shown if name in summary)
     print(f"{recipe.folder}: {values}", flush=True)
 

@@ -33,7 +33,7 @@ from gspace.lab.recipe import Recipe
 from gspace.lab.record import Line, Run, environment, finite, open_run
 from gspace.lab.schedule import drops, evaluation_interval, learning_rate, steps_per_epoch, total_iterations
 from gspace.lab.seeds import derive
-from gspace.lab.stacked import stack_key, stackable
+from gspace.lab.stacked import largest_stack, stack_key, stackable
 from gspace.lab.transform import Feed, epoch_rows, feed
 
 HEARTBEAT = 0.5  # seconds between two reports of progress
@@ -107,7 +107,7 @@ def train_many(recipes: Sequence[Recipe], out: str | Path, **session: Any) -> li
     """`train` for MLPs that differ in seed and learning rate alone, all at once as stacked weights.
 
     Each run has its own folder, as if it had been trained alone, and the same numbers up to rounding. Finished runs are
-    left as they are; an interrupted stack continues as the stack it was, new runs make a new one.
+    left as they are; an interrupted stack continues as the stack it was, new runs make new ones.
     """
     for recipe in recipes:
         if not stackable(recipe) or stack_key(recipe) != stack_key(recipes[0]):
@@ -125,7 +125,7 @@ def work_alone(run: Run, session: Session) -> None:
 
 
 def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
-    """Trains what is unfinished of `runs`: interrupted stacks as they were, the rest as a new one."""
+    """Trains what is unfinished of `runs`: interrupted stacks as they were, the rest in new ones."""
     found = {run.folder.name: run for run in runs}
     fresh: list[str] = []
     stacks: dict[tuple[str, ...], None] = {}
@@ -135,7 +135,8 @@ def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
             stacks[tuple(state["members"])] = None
         elif run.summary is None:
             fresh.append(name)
-    for members in (*stacks, *([tuple(fresh)] if fresh else [])):
+    size = largest_stack(runs[0].recipe, session.engine.resolve().device)
+    for members in (*stacks, *(tuple(fresh[i : i + size]) for i in range(0, len(fresh), size))):
         for name in members:
             if name not in found:
                 raise RecordError(f"{members[0]} was begun in one stack with {name}: continue both together")
@@ -161,6 +162,8 @@ def _work(runs: Sequence[Run], learner: Callable[[Sequence[Recipe], Feed, Engine
     source = feed(data, recipe.inputs, recipe.augment)
     watches = [watch for watch in (session.watch, _tensorboard(runs) if engine.tensorboard else None) if watch]
     with arithmetic(recipe.precision, engine.deterministic), torch.random.fork_rng(), ExitStack() as stack:
+        if engine.graph:
+            stack.enter_context(torch.cuda.device(engine.device))  # streams and graphs belong to the current device
         torch.manual_seed(derive(recipe.seed, "noise"))
         loop = Loop(runs, learner([run.recipe for run in runs], source, engine), source, engine)
         for run in runs:
@@ -183,6 +186,7 @@ class Loop:
         self.iteration = 0
         self.active = [k for k, run in enumerate(runs) if run.summary is None]
         self.seconds = 0.0  # of training in all sessions, evaluation not counted
+        self.wall = 0.0  # the same with evaluation and checkpoints
         self.session = 0  # iterations of this one
         self.overhead = 0.0  # seconds to load, build, compile and capture
         self.drops = drops(self.recipe, self.total)
@@ -198,7 +202,7 @@ class Loop:
                 raise RecordError(
                     f"{host.folder} was begun as a {state['kind']} run: continue it as such, or delete it"
                 )
-            self.iteration, self.seconds = state["iteration"], state["seconds"]
+            self.iteration, self.seconds, self.wall = state["iteration"], state["seconds"], state["wall"]
             self.learner.load(state["learner"])
             self.learner.totals.copy_(state["totals"])
             torch.set_rng_state(state["random"])
@@ -251,6 +255,7 @@ class Loop:
             if time.perf_counter() - saved > self.engine.checkpoint_seconds:
                 self._save()
                 saved = time.perf_counter()
+            self.wall += time.perf_counter() - clock
             clock = beat = time.perf_counter()
         self._finish(elapsed)
 
@@ -319,6 +324,7 @@ class Loop:
                 **self._kind(),
                 "iteration": self.iteration,
                 "seconds": self.seconds,
+                "wall": self.wall,
                 "totals": self.learner.totals,
                 "random": torch.get_rng_state(),
                 "learner": self.learner.state(),
@@ -341,7 +347,7 @@ class Loop:
             loss, error = scores[k]
             fit = {"fit_loss": finite(loss), "fit_error": error}
             best = {"best_test_error": min(line["test_error"] for line in lines)}
-            overhead = {"overhead_seconds": round(self.overhead, 3)}
+            overhead = {"wall_seconds": round(self.wall, 3), "overhead_seconds": round(self.overhead, 3)}
             run.finish(
                 {"status": "finished", **self._facts(k), **(lines[-1] or {}), **best, **fit, **speed, **overhead}
             )
