@@ -12,8 +12,8 @@ from torch import nn
 
 from gspace import analyze
 from gspace.lab import cli
-from gspace.lab.demo import TOUR
 from gspace.lab.spec import Spec, SpecError, load_model, parse_spec
+from gspace.lab.tour import TOUR
 from gspace.lab.verify import TOLERANCE, guess_shape, largest_changes, random_inputs
 
 SOURCE = Path(cli.__file__).resolve().parents[2]
@@ -152,8 +152,8 @@ def test_the_same_seed_gives_the_same_report(capsys: pytest.CaptureFixture[str])
     assert reports[0] == reports[1] != reports[2]
 
 
-def test_demo_verifies_every_network_of_its_tour() -> None:
-    result = gspace("demo")
+def test_tour_verifies_every_network() -> None:
+    result = gspace("tour")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("\nverified: ") == len(TOUR)
     assert f"{len(TOUR)} of {len(TOUR)} networks" in result.stdout

@@ -31,11 +31,12 @@ class Command:
 
 
 COMMANDS = {
+    "demo": Command("train small networks on bundled digits, in a minute", "gspace.lab.demo"),
     "analyze": Command("find the rescaling symmetry of a model", "gspace.lab.analyze"),
     "train": Command("train one recipe, or a list of them", "gspace.lab.training"),
     "reproduce": Command("run a table or figure of the paper", "gspace.lab.reproduce"),
     "report": Command("tables, figures and a page from recorded runs", "gspace.lab.report"),
-    "demo": Command("analyze and verify small built-in networks", "gspace.lab.demo"),
+    "tour": Command("analyze and verify small built-in networks", "gspace.lab.tour"),
 }
 
 

@@ -1,21 +1,23 @@
 """What a person sees while runs are training: bars on a terminal, lines in a log.
 
-with display(total=12) as shown:
-    run_queue(recipes, out, Session(watch=shown.watch, download=shown.download))
+`display` serves a queue of any length: a bar for all runs and the numbers of the one in progress. `board` shows a few
+cells at once, each with its own line.
 """
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from statistics import fmean
 from typing import Protocol
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from gspace.lab import queue
-from gspace.lab.experiment import data_label
+from gspace.lab.experiment import Cell, data_label
 from gspace.lab.recipe import Recipe
 from gspace.lab.train import Progress as Told
 
@@ -128,5 +130,57 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def is_terminal() -> bool:
-    return sys.stderr.isatty()
+@contextmanager
+def board(cells: Sequence[Cell], console: Console) -> Iterator[Display]:
+    """A line per cell that moves while it trains, in place of what is printed meanwhile; a log keeps the latter."""
+    if not console.is_terminal:
+        yield Lines(quiet=True)
+        return
+    shown = Board(cells)
+    with Live(shown, console=console, refresh_per_second=8, redirect_stdout=False), redirect_stdout(io.StringIO()):
+        yield shown
+
+
+class Board:
+    """The cells of a table while they train: how far, training loss, test error and the shape of its curve."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self.cells = cells
+        self.cell_of = {recipe: cell for cell in cells for recipe in cell.recipes}
+        self.parts: dict[Recipe, float] = {}
+        self.last: dict[Cell, tuple[float, float]] = {}
+        self.curves: dict[Cell, list[float]] = {}  # of the run in progress
+
+    def watch(self, told: Told) -> None:
+        cell = self.cell_of[told.recipes[0]]
+        if told.recipes[0] not in self.parts:
+            self.curves[cell] = []
+        self.parts |= dict.fromkeys(told.recipes, told.iteration / told.total)
+        self.last[cell] = (fmean(told.loss), told.images_per_second)
+        errors = [line["test_error"] for line in told.lines if line is not None]
+        if errors:
+            self.curves[cell].append(fmean(errors))
+
+    def download(self, name: str, done: int, total: int | None) -> None: ...
+
+    def __rich__(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for name in ("", "", "loss", "test error %", "images/s", ""):
+            table.add_column(name, justify="left" if not name else "right")
+        above = ""
+        for cell in self.cells:
+            if cell.row != above:
+                table.add_row(f"[bold]{cell.row}[/bold]")
+                above = cell.row
+            table.add_row(*self._line(cell))
+        return table
+
+    def _line(self, cell: Cell) -> tuple[RenderableType, ...]:
+        done = sum(self.parts.get(recipe, 0.0) for recipe in cell.recipes) / len(cell.recipes)
+        bar = ProgressBar(total=1.0, completed=done, width=20)
+        if cell not in self.last:
+            return (cell.method.label, bar)
+        loss, speed = self.last[cell]
+        curve = self.curves.get(cell, [])
+        error = f"{100 * curve[-1]:.2f}" if curve else ""
+        return (cell.method.label, bar, f"{loss:.4f}", error, f"{speed:,.0f}", sparkline(curve, 24))

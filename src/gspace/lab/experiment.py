@@ -106,8 +106,9 @@ class Experiment:
         source: Where it stands in the paper; empty if it does not.
         question: What it tests.
         notes: Choices that the paper leaves open, and anything a reader must know.
-        measures: What is tabulated, names in `tabulate.MEASURES`; the first one is drawn too.
         cells: Yields its cells, for full or `quick` size.
+        measures: What is tabulated, names in `tabulate.MEASURES`; a grid shows the first alone.
+        command: What runs it, if not `gspace reproduce`.
     """
 
     name: str
@@ -116,6 +117,10 @@ class Experiment:
     notes: tuple[str, ...]
     cells: Cells
     measures: tuple[str, ...] = ("test_error", "fit_loss")
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "command", self.command or f"gspace reproduce {self.name}")
 
 
 @dataclass(frozen=True)

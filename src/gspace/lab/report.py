@@ -110,7 +110,7 @@ class Part:
 
     @property
     def command(self) -> str:
-        return f"gspace reproduce {self.experiment.name}{self.variant.flags}"
+        return f"{self.experiment.command}{self.variant.flags}"
 
 
 def assemble(records: Sequence[Record], experiments: Sequence[Experiment], command: str) -> Document:

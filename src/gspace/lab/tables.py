@@ -48,7 +48,7 @@ def _mlp_invariance(quick: bool, scores: Scores) -> Iterator[Cell]:
     for h in widths:
         for method in methods:
             yield line("the paper's rate, 0.01", h, method, method.on(base))
-    held = 1000 if quick else 6000
+    held = 2000 if quick else 6000
     for h in widths:
         for method in methods:
             grid = [method.on(base, hidden=(h, h), lr=rate, validation=held) for rate in rates]
@@ -75,7 +75,7 @@ PATHS = Recipe(data="mnist", inputs="grey", hidden=(64,) * 5, lr=1.0, batch_size
 def _path_sgd(quick: bool, scores: Scores) -> Iterator[Cell]:
     base = PATHS.but(epochs=2.0, train_size=6400, test_size=2000, quick=True) if quick else PATHS
     rates = [10.0**-alpha for alpha in (range(4) if quick else range(11))]
-    held = 1000 if quick else 5000
+    held = 2000 if quick else 5000
     for data in ("mnist",) if quick else ("mnist", "cifar10"):
         for method in (SGD, PATH_SGD, G_SGD, GUARDED, *CONTROLS):
             grid = [seeds(method.on(base, data=data, lr=rate, validation=held), 1) for rate in rates]
