@@ -1,9 +1,15 @@
 """gspace: train and study ReLU networks modulo their rescaling symmetry."""
 
+from gspace import paths
+from gspace.baselines import FrozenSkeletonSGD, PathSGD
+from gspace.diagnostics import RatioStatistics, balancedness, compare_invariance, distance, invariance_gap
 from gspace.equivalence import Equivalence, are_equivalent
+from gspace.flatness import psi_flatness
 from gspace.graph import Analysis, Edges, Pin, UnitGroup, analyze
 from gspace.inner import InGSpace
+from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.optim import GSGD
+from gspace.pathrules import PathError
 from gspace.scaling import Scales, balance_, random_scales, rescale_
 from gspace.skeleton import Skeleton, build_skeleton, init_skeleton_
 from gspace.trace import TraceError
@@ -11,12 +17,17 @@ from gspace.trace import TraceError
 __version__ = "0.1.0"
 
 __all__ = [
+    "GSGD",
     "Analysis",
+    "BasisPathPenalty",
     "Edges",
     "Equivalence",
-    "GSGD",
+    "FrozenSkeletonSGD",
     "InGSpace",
+    "PathError",
+    "PathSGD",
     "Pin",
+    "RatioStatistics",
     "Scales",
     "Skeleton",
     "TraceError",
@@ -24,8 +35,16 @@ __all__ = [
     "analyze",
     "are_equivalent",
     "balance_",
+    "balancedness",
+    "basis_path_norm",
     "build_skeleton",
+    "compare_invariance",
+    "distance",
     "init_skeleton_",
+    "invariance_gap",
+    "path_norm",
+    "paths",
+    "psi_flatness",
     "random_scales",
     "rescale_",
 ]

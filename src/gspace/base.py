@@ -62,8 +62,8 @@ class GSpaceOptimizer(Optimizer):
         _one_of("reference", reference, (None, "one", "balanced"))
         _one_of("allocation", allocation, ("fixed", "spread"))
         for name, bound in (("max_ratio", max_ratio), ("max_drift", max_drift)):
-            if not bound > 1:
-                raise ValueError(f"{name} must be greater than 1 (inf: no bound), got {bound}")
+            if not bound >= 1:
+                raise ValueError(f"{name} must be at least 1 (1: held, inf: no bound), got {bound}")
         if allocation == "spread" and max_ratio == float("inf"):
             raise ValueError("allocation='spread' takes roots of path ratios and needs a finite max_ratio")
         for name, value in defaults.items():
@@ -292,7 +292,7 @@ class GSpaceOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not _capturing():
             self._check()
             self._refuse_non_finite()
         return loss
@@ -373,6 +373,11 @@ class GSpaceOptimizer(Optimizer):
             "path_value": value,
             "effective_lr": lr.to(value.device)[self._unit_group[1:]] / value.double().square(),
         }
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being recorded: nothing may be read from the device then."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def wide(x: Tensor) -> Tensor:

@@ -200,17 +200,22 @@ def _known(pin: Iterable[str], modules: dict[str, nn.Module]) -> set[str]:
 
 
 def _hooked(modules: dict[str, nn.Module]) -> dict[str, str]:
-    return {
-        name: f"a forward hook on {name or 'the model'!r} may change anything inside it"
-        for name, m in modules.items()
-        if m._forward_hooks or m._forward_pre_hooks
-    }
+    reason = "a forward hook on {!r} may change anything inside it"
+    hooks = {name: reason.format(name or "the model") for name, m in modules.items() if _hooks(m)}
+    everywhere = nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        hooks[""] = "a forward hook on every module may change anything"
+    return hooks
+
+
+def _hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _aliased(walk: Walk, model: nn.Module) -> None:
-    """Different parameters that share memory: scaling one would scale the other unseen."""
+    """Different tensors that share memory: scaling one would scale the other unseen."""
     owners: dict[int, list[str]] = {}
-    for name, p in model.named_parameters():
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:
         if p.device.type != "meta" and p.numel():
             owners.setdefault(p.untyped_storage().data_ptr(), []).append(name)
     for shared in owners.values():

@@ -220,7 +220,8 @@ def linear(walk: Walk, x: Any, weight: Any, bias: Any = None) -> Activation:
     walk.weight(weight, head, walk.channels(x, -1, n), groups=1)
     _add_bias(walk, head, bias)
     rank = 2 if x.ids is None else x.ids.dim()
-    return Activation(along(head, rank, -1), ((None,) if x.shape is None else x.shape[:-1]) + (out,))
+    shape = ((None,) if x.shape is None else x.shape[:-1]) + (out,)
+    return Activation(along(head, rank, -1), shape, loose=x.ids is None or x.loose)
 
 
 def matmul(walk: Walk, x: Any, y: Any) -> Activation:
@@ -284,7 +285,7 @@ def embedding(
     walk.weight(weight, head, torch.zeros(weight.shape[0], dtype=torch.long), 1, swap=True)
     # Indices of unknown rank are taken as (batch, tokens): what reads the result checks the number of channels.
     lead = indices.shape if isinstance(indices, Activation) and indices.shape is not None else (None, None)
-    return Activation(along(head, len(lead) + 1, -1), (*lead, weight.shape[1]))
+    return Activation(along(head, len(lead) + 1, -1), (*lead, weight.shape[1]), loose=lead == (None, None))
 
 
 def pool(dims: int, adaptive: bool = False) -> Rule:

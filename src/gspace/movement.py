@@ -14,6 +14,7 @@ from torch import Tensor
 from gspace.spaces import Activation, Buffer, Parts, Size, Sizes, Walk, Weight, along, compress, grounded
 
 UNKNOWN_SIZE = "its sizes are not known in a symbolic trace; pass example_input to release these units"
+UNKNOWN_RANK = "its rank is not known in a symbolic trace; pass example_input to release these units"
 _BATCH = 3  # stands for an unknown batch size while ids are reshaped; a view that splits the batch then shows
 
 
@@ -141,6 +142,9 @@ def index(walk: Walk, x: Any, key: Any) -> Any:
     if not isinstance(x, Activation) or x.ids is None or x.shape is None:
         return Activation()
     keys = list(key) if isinstance(key, tuple) else [key]
+    front = [k for k in keys[: keys.index(Ellipsis) if Ellipsis in keys else None] if k is not None]
+    if x.loose and any(k != slice(None) for k in front[1:]):
+        return _lost(walk, x, UNKNOWN_RANK)
     plain = all(k is None or k is Ellipsis or isinstance(k, (int, slice)) for k in keys)
     if (
         not plain
@@ -178,7 +182,9 @@ def cut(walk: Walk, x: Any, dim: int, key: Any) -> Any:
     """`x[key]` along one dimension: select, narrow and aten's slice."""
     if not isinstance(x, Activation) or x.shape is None:
         return index(walk, x, key)
-    return index(walk, x, (slice(None),) * (dim % len(x.shape)) + (key,))
+    if dim < 0:
+        return index(walk, x, (Ellipsis, key) + (slice(None),) * (-dim - 1))
+    return index(walk, x, (slice(None),) * dim + (key,))
 
 
 def select(walk: Walk, x: Any, dim: int, at: int) -> Any:
@@ -199,9 +205,9 @@ def split(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     def rule(walk: Walk, x: Activation, sections: Any, dim: int = 0) -> Any:
         if x.ids is None or x.shape is None:
             return Parts(Activation())
+        if x.spread or (x.loose and dim > 0):
+            return Parts(_lost(walk, x, UNKNOWN_SIZE if x.spread else UNKNOWN_RANK))
         dim %= len(x.shape)
-        if x.spread:
-            return Parts(_lost(walk, x, UNKNOWN_SIZE))
         if x.ids.shape[dim] == 1:
             return Parts(Activation(x.ids, tuple(None if d == dim else s for d, s in enumerate(x.shape))))
         try:

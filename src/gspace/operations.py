@@ -207,8 +207,8 @@ MODULES: dict[type[nn.Module], tuple[str, Callable[[nn.Module], dict[str, Any]]]
             "Dropout2d:dropout Dropout3d:dropout Upsample:interpolate UpsamplingNearest2d:interpolate "
             "UpsamplingBilinear2d:interpolate ReLU6:relu6 Hardtanh:hardtanh GELU:gelu SiLU:silu Mish:mish ELU:elu "
             "SELU:selu CELU:celu Tanh:tanh Sigmoid:sigmoid Softplus:softplus Softsign:softsign Tanhshrink:tanhshrink "
-            "Hardswish:hardswish Hardsigmoid:hardsigmoid LogSigmoid:logsigmoid Hardshrink:hardshrink Softshrink:softshrink "
-            "Softmax:softmax LogSoftmax:log_softmax Softmin:softmin AlphaDropout:alpha_dropout "
+            "Hardswish:hardswish Hardsigmoid:hardsigmoid LogSigmoid:logsigmoid Hardshrink:hardshrink "
+            "Softshrink:softshrink Softmax:softmax LogSoftmax:log_softmax Softmin:softmin AlphaDropout:alpha_dropout "
             "FeatureAlphaDropout:feature_alpha_dropout"
         ).items()
     },

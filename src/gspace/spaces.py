@@ -25,11 +25,13 @@ class Activation:
         ids: `(…)` one id per entry, size 1 along dimensions where the id does not change; None: ground, rank unknown.
         shape: Sizes of the activation, None where unknown; None if the rank is.
         spread: Each id stands for an unknown number of neighbours along the last dimension (a flattened map).
+        loose: There may be more dimensions in front: a symbolic trace does not know the rank of its inputs.
     """
 
     ids: Tensor | None = None
     shape: Sizes | None = None
     spread: bool = False
+    loose: bool = False
 
     @property
     def grounded(self) -> bool:
@@ -140,6 +142,10 @@ class Walk:
         for value in values:
             self.pin(value, reason)
 
+    def note(self, channels: int, reason: str) -> None:
+        """Records channels that were never followed, for the report."""
+        self.pin(self.fresh(channels), reason)
+
     def misuse(self, tensor: Weight | Buffer, reason: str) -> None:
         """A parameter or buffer read in a way no rule knows: every unit it touches elsewhere is pinned."""
         self.misused.setdefault(tensor.name, PinnedAt(torch.empty(0), self.operation, self.where, reason))
@@ -151,8 +157,10 @@ class Walk:
             return torch.zeros(n, dtype=torch.long)
         if x.spread and axis == -1 and n % ids.shape[-1] == 0 and ids.numel() == ids.shape[-1]:
             return ids.reshape(-1).repeat_interleave(n // ids.shape[-1])
-        if not x.spread and ids.dim() >= -axis and ids.shape[axis] in (1, n) and ids.numel() == ids.shape[axis]:
-            return ids.reshape(-1).expand(n)
+        if not x.spread and ids.dim() >= -axis and ids.numel() == ids.shape[axis]:
+            one_for_all = x.shape is not None and x.shape[axis] == n
+            if ids.shape[axis] == n or (ids.shape[axis] == 1 and one_for_all):
+                return ids.reshape(-1).expand(n)
         self.pin(x, f"{self.operation} does not contract the dimension that holds these units")
         return torch.zeros(n, dtype=torch.long)
 

@@ -134,9 +134,8 @@ def inverse_chain_rule(sums: Flow, root: Tensor) -> Tensor:
         q(r) = s(in r) − Σ_{d: root(d) = r} (Σ s over out-edges of d − s of its free edge).
     """
     behind = torch.zeros_like(sums.out).index_add(0, root, sums.out - sums.free)
-    is_root = root == torch.arange(len(root), device=root.device)
-    is_root[0] = False
-    return torch.where(is_root, sums.root - behind, 0)
+    unit = torch.arange(len(root), device=root.device)
+    return torch.where((root == unit) & (unit > 0), sums.root - behind, 0)
 
 
 def root_norms(layers: Sequence[Layer], weights: Sequence[Tensor], like: Tensor, rule: BatchNormRule) -> Tensor:

@@ -6,6 +6,7 @@ rules of `operations.py` read either. A model is traced in training and in evalu
 """
 
 import inspect
+import random
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,11 +31,13 @@ class Traced:
         graph: The operations in topological order.
         module: Resolves the targets of `call_module` and `get_attr` nodes.
         tensors: Parameters and buffers that `torch.export` lifted to placeholders, by node name.
+        prefix: What stands in front of the model's own module names.
     """
 
     graph: fx.Graph
     module: nn.Module
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    prefix: str = ""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -75,6 +78,8 @@ def _trace_once(model: nn.Module, example_input: Inputs | None) -> Traced:
     args, kwargs = _arguments(example_input)
     try:
         traced = _symbolic(model, example_input)
+    except TraceError:
+        raise
     except Exception as error:
         if example_input is None:
             raise TraceError(
@@ -127,7 +132,26 @@ def _symbolic(model: nn.Module, example_input: Inputs | None) -> Traced:
     else:
         keys = list(kwargs) or list(range(len(args)))
     shell = _Shell(model, keys, by_name=bool(kwargs))
-    return Traced(_Tracer().trace(shell), shell)
+    with _no_draws():
+        graph = _Tracer().trace(shell)
+    return Traced(graph, shell, prefix="model")
+
+
+@contextmanager
+def _no_draws() -> Iterator[None]:
+    """Refuses a forward pass that draws numbers while it is traced: it would be followed along one draw only."""
+    states = torch.get_rng_state(), random.getstate()
+    try:
+        yield
+        drawn = not torch.equal(torch.get_rng_state(), states[0]) or random.getstate() != states[1]
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+    if drawn:
+        raise TraceError(
+            "the forward pass draws random numbers outside the graph, so other draws may take other branches; "
+            "draw them from an activation (torch.rand_like) or switch the randomness off"
+        )
 
 
 class _Tracer(fx.Tracer):
@@ -181,7 +205,10 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             "Neither symbolic tracing nor torch.export can: take the data-dependent branch out of forward, "
             "or analyze the parts of the model one by one."
         ) from error
-    state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state: dict[str, Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     signature = program.graph_signature
     lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     return Traced(

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from gspace.layers import Rule, flatten_arguments, linear, opaque
+from gspace.layers import flatten_arguments, linear, opaque
 from gspace.operations import FUNCTIONS, INPLACE, MODULES
-from gspace.spaces import Activation, Buffer, Walk, Weight, grounded
+from gspace.spaces import Activation, Buffer, Parts, Walk, Weight, grounded
 from gspace.trace import Traced
 
 _NAMESPACES = (torch, F, operator, builtins, torch.special)
@@ -31,6 +31,7 @@ def canonical(target: Any) -> str:
         name = getattr(target, "__name__", str(target))
         if not any(getattr(space, name, None) is target for space in _NAMESPACES):
             return f"{getattr(target, '__module__', '')}.{name}"
+    name = {"_threshold": "threshold"}.get(name, name)  # what F.threshold calls itself
     base = name.removesuffix("_")
     return base if base in INPLACE else name
 
@@ -51,22 +52,20 @@ class Walker:
         values: dict[fx.Node, Any] = {}
         self.walk.position = 0
         for node in traced.graph.nodes:
-            stack = self._stack(node)
+            stack = self._stack(node, traced.prefix)
             result = self._settle(node, self._call(node, traced, values, stack))
             for name in stack:
-                if name in self.pin and any(name not in self._stack(user) for user in node.users):
+                if name in self.pin and any(name not in self._stack(user, traced.prefix) for user in node.users):
                     self.walk.at("pin", node, name)
                     self.walk.pin([v for v in flatten_arguments(result) if isinstance(v, Activation)], "named in pin=")
             values[node] = result
 
-    def _stack(self, node: fx.Node) -> list[str]:
-        """Names of the modules a node lies in, outermost first; a symbolic trace puts them behind "model."."""
+    def _stack(self, node: fx.Node, prefix: str) -> list[str]:
+        """Names of the modules a node lies in, outermost first."""
         paths = [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
         if node.op == "call_module" and str(node.target) not in paths:
             paths.append(str(node.target))
-        return [
-            path.removeprefix("model").removeprefix(".") if path.split(".")[0] == "model" else path for path in paths
-        ]
+        return [path.removeprefix(prefix).removeprefix(".") for path in paths]
 
     def _tensor(self, tensor: Any) -> Any:
         """A tensor that a module holds, as an abstract value."""
@@ -98,7 +97,7 @@ class Walker:
             return opaque(self.walk, *args, reason=hook, **_renamed(kwargs))
         if not any(isinstance(leaf, (Activation, Weight, Buffer)) or not _plain(leaf) for leaf in leaves):
             return _evaluate(node, args, kwargs)
-        return self._apply(FUNCTIONS.get(name), args, kwargs)
+        return self._apply(name, args, kwargs)
 
     def _module(
         self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any, stack: list[str], hook: str | None
@@ -107,18 +106,27 @@ class Walker:
         self.walk.at(operation, node, stack[-1])
         if parametrize.is_parametrized(module):
             hook = "its parameters are computed from others (parametrized)"
+        if "forward" in vars(module):
+            hook = "its forward was replaced"
         if arguments is None or hook is not None:
+            first = next(module.parameters(), None)
+            if hook is not None and first is not None and first.dim():
+                self.walk.note(first.shape[0], hook)
             return self._opaque_module(module, args, kwargs, hook)
         held = {name: self._tensor(value) for name, value in arguments(module).items()}
-        return self._apply(FUNCTIONS[operation], args, {**kwargs, **held})
+        return self._apply(operation, args, {**kwargs, **held})
 
-    def _apply(self, rule: Rule | None, args: Any, kwargs: Any) -> Any:
+    def _apply(self, name: str, args: Any, kwargs: Any) -> Any:
+        rule = FUNCTIONS.get(name)
         if rule is None:
             return opaque(self.walk, *args, **_renamed(kwargs))
         try:
-            return rule(self.walk, *args, **{("x" if k == "input" else k): v for k, v in kwargs.items()})
+            result = rule(self.walk, *args, **{("x" if k == "input" else k): v for k, v in kwargs.items()})
         except (TypeError, AttributeError, IndexError, KeyError):  # a call the rule was not written for: never guess
             return opaque(self.walk, *args, reason="called in a way no rule is known for", **_renamed(kwargs))
+        loose = any(isinstance(v, Activation) and v.loose for v in flatten_arguments([args, kwargs]))
+        # A convolution fixes the rank of what it returns; everything else hands the doubt on.
+        return _loosened(result) if loose and not name.startswith("conv") else result
 
     def _opaque_module(self, module: nn.Module, args: Any, kwargs: Any, hook: str | None) -> Activation:
         """A leaf without a rule: everything it holds is pinned, but for the hidden units of a ReLU feed-forward."""
@@ -153,7 +161,15 @@ class Walker:
         if len(shape) != ids.dim() or any(i not in (1, s) for i, s in zip(ids.shape, shape, strict=True)):
             self.walk.pin(result, f"its space was followed as {tuple(ids.shape)} but the activation is {shape}")
             return grounded(shape)
-        return replace(result, ids=ids, shape=shape, spread=False)
+        return replace(result, ids=ids, shape=shape, spread=False, loose=False)
+
+
+def _loosened(result: Any) -> Any:
+    if isinstance(result, Activation):
+        return replace(result, loose=True)
+    if isinstance(result, Parts):
+        return Parts(replace(result.part, loose=True))
+    return type(result)(_loosened(r) for r in result) if isinstance(result, (tuple, list)) else result
 
 
 def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
