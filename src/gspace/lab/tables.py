@@ -61,10 +61,10 @@ def _mlp_invariance(quick: bool, scores: Scores) -> Iterator[Cell]:
 
 
 def invariant_ratio(h: int) -> float:
-    """H/m of [49 : h : h : 10] (Tab. 6).
+    """H/m of [49 : h : h : 10] (Tab. 6 prints half of it: h/m, where H = 2h).
 
     >>> [f"{invariant_ratio(h):.2e}" for h in (8, 1024)]
-    ['1.49e-02', '9.23e-04']
+    ['2.99e-02', '1.85e-03']
     """
     return 2 * h / (49 * h + h * h + 10 * h)
 

@@ -1,0 +1,77 @@
+"""Does a wrong step get caught? Plants one bug at a time in a copy of the library and runs the tests of the step.
+
+    python benchmarks/mutations.py
+
+Prints one line per bug: which tests fail. A bug that no test catches makes the exit code 1.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ("tests/test_step.py", "tests/test_invariance.py")
+
+# name: file, right, wrong
+MUTATIONS: dict[str, tuple[str, str, str]] = {
+    "sign of the path gradient": ("step.py", "moved = view - lr * direction", "moved = view + lr * direction"),
+    "missing T": ("step.py", "sums.root - behind, 0)", "sums.root, 0)"),
+    "T with the free edge": ("step.py", "sums.out - sums.free", "sums.out"),
+    "ratio at the head instead of the tail": (
+        "step.py",
+        "layer.columns(1 / (ratio * spread), view) * layer.rows(spread, view)",
+        "layer.rows(1 / (ratio * spread), view) * layer.columns(spread, view)",
+    ),
+    "Ĩ·Õ divided out once instead of twice": (
+        "step.py",
+        "moved = view - lr * direction * inverse",
+        "moved = view - lr * direction",
+    ),
+    "stale ratio: Ĩ does not follow": ("base.py", "self.incoming.mul_(every * spread)", "self.incoming.mul_(spread)"),
+    "momentum on w": (
+        "optim.py",
+        "moved = self._momentum(layer, weight, path_grad, group)",
+        "moved = self._momentum(layer, weight, path_grad * inverse, group) / inverse",
+    ),
+    "decay on w": ("optim.py", "(view / inverse)", "view"),
+    "free weight moved": ("step.py", "change = ratio[layer.root] / ", "change = 0.999 * ratio[layer.root] / "),
+    "trained skeleton weight forgets R(tail)": (
+        "step.py",
+        "torch.where(layer.root > 0, ratio[layer.entry_tail], 1)",
+        "torch.ones_like(ratio[layer.root])",
+    ),
+    "path ratio measured by w": ("step.py", "raw = 1 - lr * direction / path_value", "raw = 1 - lr * direction"),
+}
+
+
+def caught(name: str) -> list[str]:
+    """The tests that fail with this bug planted."""
+    file, right, wrong = MUTATIONS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        for part in ("src", "tests", "pyproject.toml"):
+            source, target = ROOT / part, Path(folder) / part
+            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+        path = Path(folder) / "src" / "gspace" / file
+        text = path.read_text()
+        if right not in text:
+            raise SystemExit(f"{name}: {file} has no line {right!r} any more")
+        path.write_text(text.replace(right, wrong))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", *TESTS]
+        environment = {"PYTHONPATH": f"{folder}/src:{folder}/tests", "PATH": "/usr/bin:/bin"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+
+
+def main() -> int:
+    missed = 0
+    for name in MUTATIONS:
+        tests = caught(name)
+        missed += not tests
+        print(f"| {name} | {tests[0] if tests else '**not caught**'} |", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
