@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
 
 import gspace
 from gspace.lab.spec import FORM, load_model, parse_spec
@@ -16,6 +17,17 @@ from gspace.lab.verify import TOLERANCE, Shape, guess_shape, largest_changes, ra
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="rescale a float64 copy by random factors e^N(0,1) and report how far the output moves",
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model and what of it is pinned."""
     parser.add_argument("spec", metavar="SPEC", help=FORM)
     parser.add_argument(
         "--input-shape",
@@ -32,28 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what an addition does to its operands: pin them (the paper's choice) or tie their scales (default: pin)",
     )
     parser.add_argument("--pin", metavar="NAME", action="append", default=[], help="a module whose units to pin")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="rescale a float64 copy by random factors e^N(0,1) and report how far the output moves",
-    )
     parser.add_argument("--seed", type=_seed, default=0, help="of the model, the inputs and the factors (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report; 1 if the verification failed, else 0."""
-    torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(args.seed)
-    model = load_model(parse_spec(args.spec))
-    inputs = random_inputs(model, args.input_shape, generator)
-    try:
-        with contextlib.nullcontext() if args.debug else _errors_speak_alone():
-            analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
-    except gspace.TraceError as error:
-        if inputs:
-            raise
-        raise gspace.TraceError(f"{error} On the command line, --input-shape gives one.") from error
+    model, analysis, inputs, generator = analyzed(args)
     changes: dict[str, float] = {}
     if args.verify:
         inputs = inputs or random_inputs(model, [guess_shape(model)], generator)
@@ -67,6 +63,22 @@ def run(args: argparse.Namespace) -> int:
         if args.verify:
             print(_sentence(analysis.H, changes, exact))
     return 0 if exact else 1
+
+
+def analyzed(args: argparse.Namespace) -> tuple[nn.Module, gspace.Analysis, tuple[Tensor, ...], torch.Generator]:
+    """The model of the command line, its analysis, its inputs if shapes were given, and the seed's generator."""
+    torch.manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
+    model = load_model(parse_spec(args.spec))
+    inputs = random_inputs(model, args.input_shape, generator)
+    try:
+        with contextlib.nullcontext() if args.debug else _errors_speak_alone():
+            analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
+    except gspace.TraceError as error:
+        if inputs:
+            raise
+        raise gspace.TraceError(f"{error} On the command line, --input-shape gives one.") from error
+    return model, analysis, inputs, generator
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ COMMANDS = {
     "analyze": Command("find the rescaling symmetry of a model", "gspace.lab.analyze"),
     "train": Command("train one recipe, or a list of them", "gspace.lab.training"),
     "reproduce": Command("run a table or figure of the paper", "gspace.lab.reproduce"),
+    "draw": Command("draw a small network with its skeleton and basis paths", "gspace.lab.draw"),
     "report": Command("tables, figures and a page from recorded runs", "gspace.lab.report"),
     "tour": Command("analyze and verify small built-in networks", "gspace.lab.tour"),
 }

@@ -101,7 +101,7 @@ CIFAR = Recipe(
 )
 QUICK_CIFAR: Mapping[str, Any] = {
     "width": 8,
-    "iterations": 160,
+    "iterations": 120,
     "eval_every": 10,
     "batch_size": 64,
     "train_size": 6400,
