@@ -32,8 +32,8 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "stale ratio: Ĩ does not follow": ("base.py", "self.incoming.mul_(every * spread)", "self.incoming.mul_(spread)"),
     "momentum on w": (
         "optim.py",
-        "moved = self._momentum(layer, weight, path_grad, group)",
-        "moved = self._momentum(layer, weight, path_grad * inverse, group) / inverse",
+        "moved = self._momentum(layer, self._weights[k], path_grad, group)",
+        "moved = self._momentum(layer, self._weights[k], path_grad * inverse, group) / inverse",
     ),
     "decay on w": ("optim.py", "(view / inverse)", "view"),
     "free weight moved": ("step.py", "change = ratio[layer.root] / ", "change = 0.999 * ratio[layer.root] / "),

@@ -173,6 +173,14 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
         IMAGES,
         4,
     ),
+    "frames folded into the batch": (
+        lambda: Net(
+            lambda s, x: s.o(F.relu(s.a(x.reshape(-1, 5, 6, 6))).view(x.size(0), -1)),
+            **{"a": nn.Conv2d(5, 4, 3), "o": nn.Linear(128, 3)},
+        ),
+        (torch.randn(3, 2, 5, 6, 6, dtype=torch.float64),),
+        4,
+    ),
     "view with a constant": (
         lambda: Net(lambda s, x: s.o(F.relu(s.a(x)).view(-1, 64)), a=nn.Conv2d(5, 4, 3), o=nn.Linear(64, 3)),
         IMAGES,

@@ -150,7 +150,7 @@ class InGSpace(GSpaceOptimizer):
             if v.grad is None:  # a copy has none, and none is there after a step without gradients
                 v.grad = torch.zeros_like(v)
             layer.edges.view(v.detach()).copy_(view / inverse)
-            layer.edges.view(v.grad).copy_(algorithm.path_gradient(layer, view, grad, inverse, 0, self.batch_norm))
+            layer.edges.view(v.grad).copy_(algorithm.path_gradient(layer, view, grad, inverse, self.batch_norm))
             v[layer.entries] = 0
             v.grad[layer.entries] = 0
         for at, row in self._roots:

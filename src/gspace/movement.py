@@ -31,32 +31,23 @@ def _lost(walk: Walk, x: Activation, reason: str, shape: Sizes | None = None) ->
 def reshape(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation:
     """view, reshape: ids are laid out over the full activation, reshaped, and compressed again."""
     target = _flat(sizes or tuple(kwargs.values()))
+    shape: Sizes = tuple(s if isinstance(s, int) and s >= 0 else None for s in target)
     if x.ids is None or x.shape is None:
-        return grounded([s if isinstance(s, int) and s >= 0 else None for s in target])
-    keeps_batch = bool(target) and (
-        target[0] == Size(batch=True) or (x.shape[0] is not None and target[0] == x.shape[0])
-    )
-    rest_unknown = None in x.shape[1:] or x.spread
-    if keeps_batch and len(target) == 2 and (rest_unknown or None in x.shape[1:]):
-        return flatten(walk, x, 1)
-    if (
-        rest_unknown
-        or any(isinstance(s, Size) for s in target[1:])
-        or not all(isinstance(s, (int, Size)) for s in target)
-    ):
-        return _lost(walk, x, UNKNOWN_SIZE, tuple(s if isinstance(s, int) and s >= 0 else None for s in target))
+        return grounded(shape)
+    known = [s for s in x.shape[1:] if s is not None]
+    if len(known) < len(x.shape) - 1 or x.spread:
+        # `x.view(x.size(0), -1)` flattens, whatever the sizes are.
+        keeps_batch = len(target) == 2 and target[0] == Size(batch=True)
+        return flatten(walk, x, 1) if keeps_batch else _lost(walk, x, UNKNOWN_SIZE, shape)
     batch = x.shape[0] or _BATCH
-    full = x.ids.expand(batch, *x.shape[1:])  # type: ignore[arg-type]
+    concrete = [batch if s == Size(batch=True) else s for s in target]
     try:
-        ids = full.reshape([batch if isinstance(s, Size) else s for s in target])
-    except RuntimeError:
-        return _lost(walk, x, UNKNOWN_SIZE)
-    shape: Sizes = tuple(ids.shape)
-    if x.shape[0] is None:
-        if not shape or shape[0] != batch or any(isinstance(s, int) and s == batch for s in target[:1]):
-            return _lost(walk, x, UNKNOWN_SIZE)
-        shape = (None, *shape[1:])
-    return Activation(compress(ids), shape)
+        ids = x.ids.expand(batch, *known).reshape(concrete)
+    except (RuntimeError, TypeError):
+        return _lost(walk, x, UNKNOWN_SIZE, shape)
+    if x.shape[0] is None and (ids.shape[:1] != (batch,) or target[0] == batch):
+        return _lost(walk, x, UNKNOWN_SIZE, shape)
+    return Activation(compress(ids), (x.shape[0], *ids.shape[1:]) if x.shape[0] is None else tuple(ids.shape))
 
 
 def flatten(walk: Walk, x: Activation, start_dim: int = 0, end_dim: int = -1) -> Activation:

@@ -43,10 +43,12 @@ from gspace.spaces import Activation, Buffer, Parts, Size, Walk, Weight
 
 
 def size(walk: Walk, x: Any, dim: int | None = None) -> Any:
+    """Sizes, as numbers where they are known. The leading one of an input says nothing of the batch of what follows:
+    frames of a video, for example, may be folded into it."""
     if isinstance(x, (Weight, Buffer)):
         sizes: Any = x.shape
     elif not isinstance(x, Activation) or x.shape is None:
-        return Size(batch=dim == 0) if dim is not None else Parts(Activation())
+        return Size() if dim is not None else Parts(Activation())
     else:
         sizes = tuple(Size(batch=d == 0) if s is None else s for d, s in enumerate(x.shape))
     return sizes if dim is None else sizes[dim]

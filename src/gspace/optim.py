@@ -147,7 +147,7 @@ class GSGD(GSpaceOptimizer):
         for k, (layer, weight, grad, group) in enumerate(zip(self._layers, weights, grads, groups, strict=True)):
             view = layer.edges.view(weight)
             inverse = self._inverses(layer, view)
-            path_grad = algorithm.path_gradient(layer, view, grad, inverse, 0, self.batch_norm) * shrink
+            path_grad = algorithm.path_gradient(layer, view, grad, inverse, self.batch_norm) * shrink
             if isinstance(group["weight_decay"], Tensor) or group["weight_decay"] != 0:
                 path_grad = path_grad + group["weight_decay"] * (view / inverse)
             moved = self._momentum(layer, self._weights[k], path_grad, group)
@@ -165,7 +165,7 @@ class GSGD(GSpaceOptimizer):
             view = layer.edges.view(weight)
             path_grad = torch.empty_like(weight)
             layer.edges.view(path_grad).copy_(
-                algorithm.path_gradient(layer, view, grad, self._inverses(layer, view), 0, self.batch_norm)
+                algorithm.path_gradient(layer, view, grad, self._inverses(layer, view), self.batch_norm)
             )
             path_grad[layer.entries] = 0
             total = total + path_grad.square().sum().to(total.dtype)

@@ -168,10 +168,8 @@ def path_ratio(
     return ratio, raw
 
 
-def path_gradient(
-    layer: Layer, view: Tensor, grad: Tensor, inverse: Tensor, weight_decay: Number, rule: BatchNormRule
-) -> Tensor:
-    """∂ℓ/∂v = g·(n)/(Ĩ(tail)·Õ(head)) of the edges that are not on the skeleton, plus λ·v.
+def path_gradient(layer: Layer, view: Tensor, grad: Tensor, inverse: Tensor, rule: BatchNormRule) -> Tensor:
+    """∂ℓ/∂v = g·(n)/(Ĩ(tail)·Õ(head)) of the edges that are not on the skeleton.
 
     `inverse` is 1/(Ĩ(tail)·Õ(head)). Entries on the skeleton are meaningless: free ones have no coordinate, and those
     of trained ones live in unit vectors.
@@ -179,10 +177,7 @@ def path_gradient(
     g = layer.edges.view(grad)
     if layer.edges.normalized:
         g = g * row_norms(view, rule)
-    path_grad = g * inverse
-    if isinstance(weight_decay, Tensor) or weight_decay != 0:
-        path_grad = path_grad + weight_decay * (view / inverse)
-    return path_grad
+    return g * inverse
 
 
 def allocate_weights(
