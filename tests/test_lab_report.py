@@ -1,0 +1,295 @@
+"""Reports: the statistics, the layout, the same bytes from the same records, and records small enough to commit."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspace.lab import archive, cli
+from gspace.lab.document import Document, Panel, Section, Series, Table, markdown
+from gspace.lab.errors import RecordError
+from gspace.lab.experiment import Cell, Method, Printed, Variant, jobs, seeds
+from gspace.lab.page import page
+from gspace.lab.panels import curve, panels
+from gspace.lab.recipe import Recipe
+from gspace.lab.record import Record, read_runs
+from gspace.lab.report import assemble, publish
+from gspace.lab.tables import EXPERIMENTS
+from gspace.lab.tabulate import MEASURES, Outcome, difference, outcome, table, write
+from gspace.lab.train import train_many
+
+SGD = Method("sgd", "SGD", {"optimizer": "sgd"})
+G_SGD = Method("gsgd", "G-SGD", {"optimizer": "gsgd"})
+CONTROL = Method("sgd-skeleton", "SGD from skeleton init", {"init": "skeleton"}, True)
+BASE = Recipe(data="cifar10", model="plain-34", iterations=100)
+ERROR, LOSS, SPEED = (MEASURES[key] for key in ("test_error", "fit_loss", "images_per_second"))
+
+
+def record(recipe: Recipe, error: float | None, *, loss: float = 0.5, speed: float = 100.0) -> Record:
+    """A run that ended with this test error, or diverged at its second point."""
+    status = "finished" if error is not None else "diverged"
+    points = tuple(
+        {"iteration": k, "train_loss": loss * 2 / k, "train_error": 0.5, "test_loss": 1.0, "test_error": (error or 0.9)}
+        for k in (50, 100)
+    )
+    summary = {"status": status, "iteration": 100, "iterations": 100, "test_error": error}
+    measured = {"fit_loss": loss, "images_per_second": speed} if error is not None else {}
+    return Record(Path("x"), recipe, ({"torch": "2.13.0", "gpu": None},), points, {**summary, **measured})
+
+
+def cell(method: Method, count: int = 3, paper: Printed | None = None, row: str = "plain-34") -> Cell:
+    return Cell("test error", row, method, seeds(method.on(BASE), count), paper)
+
+
+def found(*groups: tuple[Cell, Sequence[float | None]]) -> dict[Recipe, Record]:
+    return {r: record(r, e) for c, errors in groups for r, e in zip(c.recipes, errors, strict=False)}
+
+
+# Statistics
+
+
+def test_mean_and_sample_deviation_with_n() -> None:
+    one = cell(SGD)
+    got = outcome(one.recipes, found((one, (0.07, 0.08, 0.12))), ERROR)
+    assert got.mean == pytest.approx(9.0)
+    assert write(got, ERROR) == f"9.00 ± {math.sqrt((2**2 + 1**2 + 3**2) / 2):.2f} (3)"
+
+
+def test_a_single_run_has_no_deviation_and_none_is_a_dash() -> None:
+    one = cell(SGD)
+    assert write(outcome(one.recipes, found((one, (0.0712,))), ERROR), ERROR) == "7.12 (1)"
+    assert write(outcome(one.recipes, {}, ERROR), ERROR) == "–"
+
+
+def test_a_diverged_run_is_counted_and_not_averaged() -> None:
+    one = cell(SGD)
+    assert write(outcome(one.recipes, found((one, (0.07, None, 0.09))), ERROR), ERROR) == "8.00 ± 1.41 (2), 1 diverged"
+    assert write(outcome(one.recipes, found((one, (None, None))), ERROR), ERROR) == "2 diverged"
+
+
+def test_an_unfinished_run_is_neither() -> None:
+    one = cell(SGD)
+    runs = found((one, (0.07, 0.09)))
+    half = Record(Path("x"), one.recipes[2], (), (), None)
+    assert write(outcome(one.recipes, {**runs, one.recipes[2]: half}, ERROR), ERROR) == "8.00 ± 1.41 (2)"
+
+
+def test_differences_are_between_runs_of_one_seed() -> None:
+    base, other = cell(SGD), cell(G_SGD)
+    runs = found((base, (0.10, 0.30, 0.20)), (other, (0.09, 0.29)))
+    assert difference(base, other, runs, ERROR) == "-1.00 ± 0.00 (2)"  # the third seed has no partner
+    assert difference(base, other, found((base, (0.1,)), (other, (None,))), ERROR) == "–"
+
+
+def test_speeds_are_compared_by_their_ratio() -> None:
+    base, other = cell(SGD, 1), cell(G_SGD, 1)
+    runs = {base.recipes[0]: record(base.recipes[0], 0.1, speed=1000.0)}
+    runs[other.recipes[0]] = record(other.recipes[0], 0.1, speed=930.0)
+    assert difference(base, other, runs, SPEED) == "-7.0 % (1)"
+
+
+# Layout
+
+
+def test_the_papers_number_stands_beside_ours_and_controls_last() -> None:
+    base, other, control = cell(SGD, paper=Printed(7.76, 0.17)), cell(G_SGD, paper=Printed(7.0, 0.1)), cell(CONTROL)
+    made = table("test error", [control, base, other], found((base, (0.08,)), (other, (0.07,))), ERROR)
+    names = ["SGD: paper", "ours", "G-SGD: paper", "ours", "SGD from skeleton init (control)", "G-SGD against SGD"]
+    assert list(made.head) == ["", *names]
+    assert made.rows == (
+        ("plain-34, CIFAR-10", "7.76 ± 0.17 (5)", "8.00 (1)", "7.00 ± 0.10 (5)", "7.00 (1)", "–", "-1.00 (1)"),
+    )
+
+
+def test_the_papers_errors_do_not_stand_beside_losses() -> None:
+    base = cell(SGD, paper=Printed(7.76, 0.17))
+    assert table("test error", [base], found((base, (0.08,))), LOSS).head == ("", "SGD")
+
+
+def test_many_methods_on_one_line_stand_below_each_other() -> None:
+    methods = [Method(f"m{k}", f"method {k}", {"max_ratio": 2.0 + k}) for k in range(8)]
+    made = table("short runs", [cell(method, 1) for method in methods], {}, ERROR)
+    assert [row[0] for row in made.rows] == [method.label for method in methods]
+
+
+def test_a_grid_is_labelled_as_validation() -> None:
+    held = Cell("grid", "lr 0.1", SGD, seeds(BASE.but(validation=100), 1))
+    assert table("grid", [held], {}, ERROR).title == "Grid: validation error, %"
+
+
+def test_a_curve_joins_runs_and_ends_where_they_do() -> None:
+    recipes = seeds(BASE.but(data="digits", model="mlp", batch_size=143, iterations=100), 2)  # 10 steps per epoch
+    long, short = record(recipes[0], 0.1), record(recipes[1], 0.3)
+    short = Record(short.folder, short.recipe, short.sessions, short.metrics[:1], None)
+    assert curve([long, short], "test_error", 100) == [(5.0, pytest.approx([10, 30])), (10.0, pytest.approx([10]))]
+
+
+def test_a_part_that_varies_one_quantity_is_drawn_against_it() -> None:
+    lines = [
+        Cell("grid", f"lr {lr}", SGD, seeds(BASE.but(lr=lr, validation=10), 1), axis=("learning rate", lr))
+        for lr in (1.0, 0.1)
+    ]
+    (panel,) = panels(lines, found(*((c, (c.recipes[0].lr / 10,)) for c in lines)), ("test_error", "fit_loss"))
+    assert (panel.x_label, panel.log_x) == ("learning rate", True)
+    assert (panel.series[0].x, panel.series[0].y) == ((0.1, 1.0), pytest.approx((1.0, 10.0)))
+
+
+# From run folders
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The MLPs of `signs --quick`, for an epoch of the digits, and one run of no experiment."""
+    out = tmp_path_factory.mktemp("runs")
+    cells = Variant(quick=True, absent=frozenset({"fashion_mnist"})).cells(EXPERIMENTS["signs"], lambda recipe: None)
+    recipes = [r for c in cells for r in c.recipes if r.model == "mlp" and r.hidden == (8, 8)]
+    for init in ("skeleton", "skeleton-random-signs"):
+        train_many([r for r in recipes if r.init == init], out)
+    train_many([Recipe(epochs=0.2, lr=0.0123)], out)
+    return out
+
+
+def test_the_same_records_give_the_same_bytes(runs: Path, tmp_path: Path) -> None:
+    assert cli.main(["report", str(runs), "--out", str(tmp_path / "a")]) == 0
+    assert cli.main(["report", str(runs), "--out", str(tmp_path / "b")]) == 0
+    files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
+    names = ["signs-quick-stand-in.png", "signs-quick-stand-in.svg"]
+    assert [str(path) for path in files] == [*(f"figures/{name}" for name in names), "report.html", "report.md"]
+    for path in files:
+        assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
+
+
+def test_a_report_says_what_it_stands_on(runs: Path, tmp_path: Path) -> None:
+    cli.main(["report", str(runs), "--out", str(tmp_path)])
+    text = (tmp_path / "report.md").read_text()
+    for said in (
+        "signs: Sec. 11.2 of the paper (quick: reduced sizes)",
+        "digits in place of Fashion-MNIST",
+        "`gspace reproduce signs --quick`",
+        "figures/signs-quick-stand-in.svg",
+        "lr 0.0123",  # the run of no experiment
+        "gspace reproduce table-1",  # missing, with its cost
+        "on one NVIDIA H200",
+    ):
+        assert said in text, said
+    row = next(line for line in text.splitlines() if line.startswith("| h = 8, digits"))
+    assert re.fullmatch(r"\| h = 8, digits in place of Fashion-MNIST( \| \d+\.\d\d ± \d+\.\d\d \(3\)){2} \|", row)
+    other = next(line for line in text.splitlines() if line.startswith("| h = 32, digits"))
+    assert other.endswith("| – | – |")
+
+
+def test_a_report_can_be_read_by_programs(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(runs), "--out", str(tmp_path), "--json", "--only", "signs"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    rows = content["signs-quick-stand-in"]["MLPs: test error, %"]
+    assert rows[0]["all +1"].endswith("(3)")
+
+
+# Records to commit
+
+
+def test_an_exported_record_is_small_and_gives_the_same_tables(runs: Path, tmp_path: Path) -> None:
+    assert cli.main(["report", str(runs), "--export", str(tmp_path / "results")]) == 0
+    files = list((tmp_path / "results").iterdir())
+    assert len(files) == len(read_runs(runs)) == 7
+    assert all(path.suffix == ".json" and path.stat().st_size < 8000 for path in files)
+    commands = [EXPERIMENTS["signs"]]
+    before = assemble(archive.read_records([runs]), commands, "x")
+    after = assemble(archive.read_records([tmp_path / "results"]), commands, "x")
+    assert after == before
+    assert markdown(after, "figures") == markdown(before, "figures")
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    one = record(BASE.but(max_drift=math.inf, validation=7), 0.123456789)
+    (path,) = archive.export([one], tmp_path)
+    back = archive.from_json(path)
+    assert back.recipe == one.recipe
+    assert back.summary == {**(one.summary or {}), "test_error": 0.12346}
+    assert back.metrics[-1]["iteration"] == 100
+
+
+def test_long_curves_are_thinned_and_keep_their_end() -> None:
+    lines: list[dict[str, Any]] = [{"iteration": k} for k in range(1, 1001)]
+    kept = archive.thinned(lines, 100)
+    assert len(kept) == 100
+    assert [line["iteration"] for line in kept[-2:]] == [990, 1000]
+    assert archive.thinned(lines[:7], 100) == lines[:7]
+
+
+def test_only_finished_runs_are_exported(tmp_path: Path) -> None:
+    half = Record(Path("x"), BASE, (), (), None)
+    assert archive.export([half], tmp_path) == []
+
+
+def test_a_run_in_two_places_counts_once_and_the_finished_one_wins(runs: Path, tmp_path: Path) -> None:
+    cli.main(["report", str(runs), "--export", str(tmp_path)])
+    assert len(archive.read_records([tmp_path, runs])) == 7
+    assert all(found.summary for found in archive.read_records([tmp_path, runs]))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"recipe": {"lr": -1, "epochs": 1}, "curve": {}}'])
+def test_a_file_that_is_no_record_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "digits-mlp-sgd-seed0-0123456789ab.json"
+    path.write_text(content)
+    with pytest.raises(RecordError, match=re.escape(str(path))):
+        archive.read_records([tmp_path])
+
+
+# The page and the Markdown
+
+PANEL = Panel("title", "x", "y", (Series("a <b> & 'c'", (1.0, 2.0), (0.5, 0.25), (0.4, 0.2), (0.6, 0.3)),), log_y=True)
+DOCUMENT = Document(
+    "A title",
+    "gspace report <runs>",
+    ("text with `code` and </script>",),
+    (Section("s", "Section", "gspace x", ("text",), (Table("T", ("", "n | m"), (("a | b", "1"),)),), (PANEL,)),),
+    (),
+)
+
+
+def test_the_page_needs_nothing_from_outside() -> None:
+    text = page(DOCUMENT)
+    addresses = set(re.findall(r"https?://[^\"'\s<]+", text))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not an address
+    assert not re.findall(r"\b(?:src|href)=\"(?!#|data:)", text)
+    assert "@import" not in text
+    assert "url(http" not in text
+
+
+def test_text_cannot_break_the_page() -> None:
+    text = page(DOCUMENT)
+    assert text.count("</script>") == 3  # two of data, one of code
+    found = re.search(r'<script type="application/json" id="panels">(.*?)</script>', text, re.DOTALL)
+    assert found
+    assert json.loads(found[1])[0]["series"][0]["label"] == "a <b> & 'c'"
+    assert "text with <code>code</code> and &lt;/script&gt;" in text
+
+
+def test_markdown_escapes_what_would_split_a_cell() -> None:
+    assert "| a \\| b | 1 |" in markdown(DOCUMENT, "figures")
+
+
+def test_figures_are_written_for_every_section_that_has_panels(tmp_path: Path) -> None:
+    written = publish(DOCUMENT, tmp_path)
+    assert [path.name for path in written] == ["report.md", "report.html", "s.png", "s.svg"]
+    assert (tmp_path / "figures" / "s.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "figures" / "s.svg").read_text()
+
+
+def test_every_shared_run_is_shown_where_it_belongs() -> None:
+    """A short run of two experiments does not open a section of its own for either."""
+    shared = set(jobs(Variant().cells(EXPERIMENTS["signs"], lambda recipe: None)))
+    shared &= set(jobs(Variant().cells(EXPERIMENTS["one-chain"], lambda recipe: None)))
+    assert shared
+    document = assemble([record(next(iter(shared)), 0.1)], list(EXPERIMENTS.values()), "x")
+    assert document.sections == ()
+    assert [t.title for t in document.appendix] == ["Missing", "Other runs", "Environment"]
+
+
+def test_outcome_of_nothing_has_no_mean() -> None:
+    assert Outcome({}).mean is None

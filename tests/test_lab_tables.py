@@ -1,0 +1,257 @@
+"""The paper's tables as recipes: its settings, its numbers, one schedule per comparison, controls everywhere."""
+
+import doctest
+import importlib
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+import gspace
+from gspace.lab import cost, reproduce
+from gspace.lab.data import load
+from gspace.lab.experiment import LENGTHS, Cell, Experiment, Variant, best, data_label, jobs, seeds, shorten, stand_in
+from gspace.lab.learners import initial_model
+from gspace.lab.models import build_model
+from gspace.lab.optimizers import build_optimizer
+from gspace.lab.queue import batches, read_queue
+from gspace.lab.recipe import Recipe
+from gspace.lab.stacked import stackable
+from gspace.lab.tables import CONTROLS, EXPERIMENTS, TABLE_1, cifar, invariant_ratio
+from gspace.lab.transform import feed
+
+ABSENT = frozenset({"mnist", "fashion_mnist", "cifar10", "cifar100"})
+VARIANTS = {
+    "full": Variant(),
+    "an eighth": Variant(length=Fraction(1, 8)),
+    "quick": Variant(quick=True),
+    "quick, no data": Variant(quick=True, absent=ABSENT),
+}
+EVERY = pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
+
+
+def unknown(recipe: Recipe) -> None:
+    """Scores before anything was run."""
+
+
+def decided(recipe: Recipe) -> float:
+    """Scores that let every grid end: the larger rate or decay wins."""
+    return 1 / (1 + recipe.lr + recipe.weight_decay)
+
+
+# What is run
+
+
+@EVERY
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_every_cell_stands_alone(experiment: Experiment, variant: Variant) -> None:
+    cells = variant.cells(experiment, decided)
+    places = [(cell.part, cell.line, cell.method) for cell in cells]
+    assert len(places) == len(set(places))
+    for cell in cells:
+        assert [recipe.seed for recipe in cell.recipes] == list(range(len(cell.recipes)))
+        assert {recipe.quick for recipe in cell.recipes} == {variant.quick}
+        assert {recipe.but(seed=0) for recipe in cell.recipes} == {cell.recipes[0]}
+
+
+def schedule(recipe: Recipe) -> Recipe:
+    """The recipe without what a method may choose."""
+    method = {"optimizer": "sgd", "init": "default", "pin": "none", "max_ratio": None, "max_drift": None}
+    return recipe.but(**method, batch_norm="released", allocation="fixed", lr=0.0, weight_decay=0.0)
+
+
+@EVERY
+def test_a_line_of_a_table_has_one_schedule_and_one_list_of_seeds(experiment: Experiment) -> None:
+    lines: dict[tuple[str, str], list[Cell]] = {}
+    for cell in Variant().cells(experiment, decided):
+        lines.setdefault((cell.part, cell.line), []).append(cell)
+    for cells in lines.values():
+        assert len({tuple(map(schedule, cell.recipes)) for cell in cells}) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in ("throughput", "signs", "one-chain")])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_every_comparison_carries_its_controls(name: str, variant: Variant) -> None:
+    lines: dict[tuple[str, str], set[str]] = {}
+    for cell in variant.cells(EXPERIMENTS[name], decided):
+        lines.setdefault((cell.part, cell.line), set()).add(cell.method.key)
+    for methods in lines.values():
+        assert methods >= {"sgd", "gsgd", *(control.key for control in CONTROLS)}
+
+
+def test_table_1_has_the_papers_settings() -> None:
+    cells = Variant().cells(EXPERIMENTS["table-1"], unknown)
+    assert {cell.recipes[0].model for cell in cells} == {"plain-34", "resnet-34"}
+    assert {cell.recipes[0].data for cell in cells} == {"cifar10", "cifar100"}
+    for cell in cells:
+        recipe = cell.recipes[0]
+        assert len(cell.recipes) == 5
+        assert (recipe.iterations, recipe.lr, recipe.batch_size) == (64_000, 1.0, 128)
+        assert [milestone * 64_000 for milestone in recipe.milestones] == [32_000, 48_000]
+        assert (recipe.gamma, recipe.momentum, recipe.weight_decay) == (0.1, 0.0, 0.0)
+        assert (recipe.augment, recipe.width) == ("crop-flip", 64)
+        if cell.method.key == "gsgd":
+            assert (recipe.max_ratio, recipe.max_drift, recipe.batch_norm) == (math.inf, math.inf, "released")
+            assert recipe.pin == ("stages" if recipe.model == "plain-34" else "none")
+            assert recipe.init == "skeleton"
+        if cell.method.key == "sgd":
+            assert (recipe.init, recipe.pin) == ("default", "none")
+
+
+def test_the_papers_numbers_stand_beside_runs_of_its_size_only() -> None:
+    def printed(variant: Variant) -> dict[tuple[str, str, str], str]:
+        cells = [c for name in ("table-1", "resnet-110") for c in variant.cells(EXPERIMENTS[name], unknown)]
+        return {(c.recipes[0].model, c.recipes[0].data, c.method.key): str(c.paper) for c in cells if c.paper}
+
+    assert printed(Variant()) == {key: str(number) for key, number in TABLE_1.items()}
+    assert printed(Variant())["plain-34", "cifar10", "gsgd"] == "7.00 ± 0.10 (5)"
+    assert printed(Variant(quick=True)) == printed(Variant(length=Fraction(1, 2))) == {}
+
+
+def test_the_mlps_are_those_of_table_6() -> None:
+    weights = [536, 1200, 2912, 7872, 23936, 80640, 292352, 1108992]
+    cells = Variant().cells(EXPERIMENTS["mlp-invariance"], unknown)
+    recipes = dict.fromkeys(c.recipes[0].hidden for c in cells)
+    found = [gspace.analyze(build_model("mlp", (1, 7, 7), 10, hidden=hidden)) for hidden in recipes]
+    assert [f.m for f in found] == weights
+    assert [f.H for f in found] == [2 * h for h, _ in recipes]
+    assert [f.invariant_ratio for f in found] == pytest.approx([invariant_ratio(h) for h, _ in recipes])
+    assert {(c.recipes[0].batch_size, c.recipes[0].epochs, c.recipes[0].inputs) for c in cells} == {(64, 100, "pooled")}
+    assert {c.recipes[0].lr for c in cells if c.part.startswith("the paper")} == {0.01}
+
+
+def test_rates_and_lambdas_are_the_papers() -> None:
+    grid = [c.recipes[0] for c in Variant().cells(EXPERIMENTS["path-sgd"], unknown)]
+    assert sorted({r.lr for r in grid}) == pytest.approx(sorted(10.0**-a for a in range(11)))
+    assert {(r.hidden, r.batch_size, r.inputs) for r in grid} == {((64,) * 5, 64, "grey")}
+    grid = [c.recipes[0] for c in Variant().cells(EXPERIMENTS["regularization"], unknown)]
+    lambdas = sorted(f * 10.0**-a for f in (0.1, 0.2, 0.5) for a in (3, 4, 5, 6))
+    assert sorted({r.weight_decay for r in grid}) == pytest.approx(lambdas)
+
+
+# What follows from results
+
+
+@pytest.mark.parametrize("name", ["mlp-invariance", "path-sgd", "regularization", "momentum"])
+def test_a_grid_is_judged_on_validation_images_and_its_winner_on_test_images(name: str) -> None:
+    before = Variant().cells(EXPERIMENTS[name], unknown)
+    after = Variant().cells(EXPERIMENTS[name], decided)
+    chosen = [cell for cell in after if cell.setting]
+    assert not any(cell.setting for cell in before)
+    assert [cell for cell in after if not cell.setting] == before
+    assert chosen
+    grids = {cell.part for cell in before if cell.recipes[0].validation}
+    assert grids
+    largest = max(cell.recipes[0].lr + cell.recipes[0].weight_decay for cell in before if cell.part in grids)
+    for cell in chosen:
+        assert cell.recipes[0].validation == 0
+        assert len(cell.recipes) >= 3
+        assert cell.recipes[0].lr + cell.recipes[0].weight_decay == largest  # what `decided` prefers
+
+
+def test_best_never_takes_a_diverged_run_nor_one_that_is_not_finished() -> None:
+    candidates = [seeds(Recipe(epochs=1.0, lr=lr), 2) for lr in (0.1, 0.2, 0.3)]
+    scores = {run: score for runs, score in zip(candidates, (0.3, math.inf, None), strict=True) for run in runs}
+    assert best(candidates, scores.get) == candidates[0][0]
+    assert best(candidates, unknown) is None
+    one_fails = {**scores, candidates[0][1]: math.inf}
+    assert best(candidates[:1], one_fails.get) == candidates[0][0]  # nothing better is known
+    assert best([candidates[2], candidates[0]], one_fails.get) == candidates[0][0]
+
+
+def test_the_best_chain_is_run_in_full() -> None:
+    def score(recipe: Recipe) -> float:
+        return 0.1 if recipe.allocation == "spread" else 0.2
+
+    cells = Variant().cells(EXPERIMENTS["one-chain"], score)
+    (full,) = [cell for cell in cells if cell.recipes[0].iterations == 64_000]
+    assert (full.method.key, full.recipes[0].pin) == ("chain-spread", "none")
+
+
+# Sizes
+
+
+def test_a_shorter_schedule_keeps_its_shape() -> None:
+    recipe = cifar("plain-34", "cifar10")
+    assert shorten(recipe, LENGTHS["1/8"]) == recipe.but(iterations=8000)
+    assert shorten(Recipe(epochs=30.0), LENGTHS["1/4"]) == Recipe(epochs=7.5)
+
+
+@EVERY
+def test_a_stand_in_says_so(experiment: Experiment) -> None:
+    for cell in Variant(quick=True, absent=ABSENT).cells(experiment, decided):
+        assert "digits in place of" in cell.line
+        assert {recipe.data for recipe in cell.recipes} == {"digits"}
+    assert data_label(stand_in(cifar("plain-34", "cifar10"))) == "digits in place of CIFAR-10"
+
+
+@EVERY
+def test_quick_recipes_are_accepted_by_network_and_optimizer(experiment: Experiment) -> None:
+    data = load("digits")
+    recipes = {r.but(seed=0) for r in jobs(Variant(quick=True, absent=ABSENT).cells(experiment, decided))}
+    seen = set()
+    for recipe in recipes:
+        kind = schedule(recipe).but(lr=0.0), recipe.optimizer, recipe.init, recipe.max_drift, recipe.batch_norm
+        if kind not in seen:
+            seen.add(kind)
+            source = feed(data, recipe.inputs, recipe.augment)
+            model = initial_model(recipe, source)
+            optimizer = build_optimizer(model, recipe, recipe.lr, torch.zeros(1, *source.shape))
+            assert optimizer.param_groups[0]["lr"] == recipe.lr
+
+
+# Order, queue, cost
+
+
+@EVERY
+def test_every_run_is_listed_once_and_stacks_stand_together(experiment: Experiment) -> None:
+    cells = Variant().cells(experiment, decided)
+    runs = jobs(cells)
+    assert sorted(r.folder for r in runs) == sorted({r.folder for c in cells for r in c.recipes})
+    mlps = [r for r in runs if stackable(r)]
+    groups = list(batches(mlps, 10_000))
+    assert len(groups) == len({group[0].but(seed=0, lr=1.0) for group in groups})
+
+
+def test_an_early_stop_leaves_every_method_with_the_same_seeds() -> None:
+    runs = [r for r in jobs(Variant().cells(EXPERIMENTS["table-1"], unknown)) if r.model == "plain-34"]
+    first = runs[:5]
+    assert {r.seed for r in first} == {0}
+    assert len({(r.optimizer, r.init, r.max_drift) for r in first}) == 5
+
+
+def test_the_queue_file_holds_the_same_recipes(tmp_path: Path) -> None:
+    for name, experiment in EXPERIMENTS.items():
+        cells = Variant().cells(experiment, decided)
+        path = tmp_path / f"{name}.json"
+        path.write_text(reproduce.as_queue(cells))
+        assert read_queue(path) == jobs(cells)
+
+
+def test_cost_follows_the_work() -> None:
+    one = cifar("plain-34", "cifar10")
+    alone = cost.estimate([one], cost.GPU)
+    assert 180 < alone < 420  # about 4.2 minutes were seen, and start and evaluation come on top
+    assert cost.estimate([one, one.but(seed=1)], cost.GPU) == pytest.approx(2 * alone)
+    assert cost.estimate([one.but(iterations=8000)], cost.GPU) < alone / 4
+    assert cost.estimate([cifar("resnet-110", "cifar10")], cost.GPU) > 2 * alone
+    mlps = seeds(Recipe(data="fashion_mnist", inputs="pooled", hidden=(8, 8), epochs=10.0), 5)
+    assert cost.estimate(mlps, cost.CPU) < 2 * cost.estimate(mlps[:1], cost.CPU)  # stacked
+    flops, layers = cost.network_cost(one)
+    assert layers == 34
+    assert flops == pytest.approx(2.306e9, rel=1e-3)  # counted once with torch's own counter
+
+
+def test_no_quick_experiment_is_expected_to_take_long() -> None:
+    for experiment in EXPERIMENTS.values():
+        runs = jobs(Variant(quick=True).cells(experiment, decided))
+        assert cost.estimate(runs, cost.CPU) < 300
+
+
+@pytest.mark.parametrize("module", ["tables", "tabulate", "cost", "display", "options"])
+def test_examples_in_the_documentation(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"gspace.lab.{module}"))
+    assert result.attempted > 0
+    assert result.failed == 0
