@@ -1,0 +1,454 @@
+"""The lab on the command line: flags from the recipe, results on stdout, one line and its code for every mistake."""
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from gspace.lab import cli, demo, display, options, training
+from gspace.lab.archive import short_recipe
+from gspace.lab.lock import locked
+from gspace.lab.queue import read_queue
+from gspace.lab.recipe import Recipe
+from gspace.lab.record import CHECKPOINT, SUMMARY, read_run
+from gspace.lab.tables import EXPERIMENTS
+from gspace.lab.train import Progress
+
+SOURCE = Path(cli.__file__).resolve().parents[2]
+TINY = ["train", "--epochs", "0.5", "--hidden", "4", "--device", "cpu"]
+
+
+def main(*arguments: str | Path) -> int:
+    """The exit code, also where argparse leaves by itself."""
+    try:
+        return cli.main([str(argument) for argument in arguments])
+    except SystemExit as exit:
+        return int(exit.code or 0)
+
+
+# Flags
+
+
+def parse(*arguments: str) -> Recipe:
+    parser = cli.build_parser("train")
+    return options.recipe(parser.parse_args(["train", *arguments]))
+
+
+def test_every_field_of_a_recipe_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("train", "--help") == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    for field in fields(Recipe):
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert field.metadata["help"] in text
+        assert all(choice in text for choice in field.metadata["choices"])
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(epochs=1.5),
+        Recipe(
+            iterations=7, hidden=(3, 4, 5), milestones=(0.5, 0.75), max_ratio=float("inf"), nesterov=True, momentum=0.9
+        ),
+        Recipe(
+            iterations=1, data="cifar10", model="plain-34", optimizer="gsgd", init="skeleton", pin="stages", lr=1e-3
+        ),
+        Recipe(epochs=2.0, reference="balanced", train_size=10, quick=True, stands_for="mnist"),
+    ],
+    ids=lambda recipe: recipe.identity,
+)
+def test_flags_give_back_the_recipe(recipe: Recipe) -> None:
+    flags = []
+    for name, value in short_recipe(recipe).items():
+        flag = "--" + name.replace("_", "-")
+        flags += (
+            [flag] if value is True else [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+        )
+    assert parse(*flags) == recipe
+
+
+def test_flags_replace_what_a_recipe_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(Recipe(epochs=3.0, lr=0.5, hidden=(9,)).to_dict()))
+    assert parse("--recipe", str(path), "--lr", "0.25", "--iterations", "10") == Recipe(
+        iterations=10, lr=0.25, hidden=(9,)
+    )
+
+
+# Training
+
+
+def test_train_writes_a_run_folder_and_only_json_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(*TINY, "--out", tmp_path, "--json") == 0
+    (ended,) = json.loads(capsys.readouterr().out)
+    assert ended["summary"]["status"] == "finished"
+    assert read_run(Path(ended["folder"])).recipe == Recipe(epochs=0.5, hidden=(4,))
+    before = (Path(ended["folder"]) / CHECKPOINT).stat().st_mtime_ns
+    assert main(*TINY, "--out", tmp_path, "--json") == 0
+    assert (Path(ended["folder"]) / CHECKPOINT).stat().st_mtime_ns == before
+    assert json.loads(capsys.readouterr().out) == [ended]
+
+
+def test_several_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(*TINY, "--out", tmp_path, "--seeds", "0-1,3", "--json") == 0
+    ended = json.loads(capsys.readouterr().out)
+    assert [one["recipe"].get("seed", 0) for one in ended] == [0, 1, 3]
+
+
+def test_divergence_is_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(*TINY, "--lr", "1e30", "--epochs", "2", "--out", tmp_path, "--json") == 0
+    (ended,) = json.loads(capsys.readouterr().out)
+    assert ended["summary"]["status"] == "diverged"
+
+
+def test_a_queue_of_the_reproduce_command_is_a_queue_of_the_train_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "reproduce",
+        "table-1",
+        "--list",
+        "--json",
+        "--data",
+        "cifar10",
+        "--model",
+        "plain-34",
+        "--seeds",
+        "0-2",
+    ]
+    assert main(*arguments, "--method", "sgd,gsgd", "--out", tmp_path) == 0
+    path = tmp_path / "jobs.json"
+    path.write_text(capsys.readouterr().out)
+    recipes = read_queue(path)
+    assert [(r.seed, r.optimizer) for r in recipes] == [(s, o) for s in range(3) for o in ("sgd", "gsgd")]
+    small = [short_recipe(Recipe(epochs=0.5, hidden=(4,), seed=seed)) for seed in range(2)]
+    path.write_text(json.dumps(small))
+    assert main("train", "--queue", path, "--out", tmp_path / "runs") == 0
+    assert len(list((tmp_path / "runs").glob(f"*/{SUMMARY}"))) == 2
+
+
+# Reproducing
+
+FEW = ["reproduce", "table-1", "--quick", "--model", "plain-10", "--method", "sgd", "--device", "cpu"]
+
+
+def test_reproduce_runs_reports_and_then_repeats_its_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*FEW, "--data-dir", tmp_path / "nothing", "--out", tmp_path / "runs"]
+    assert main(*arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    written = [Path(line) for line in lines if line.startswith(str(tmp_path))]
+    assert [path.suffix for path in written] == [".md", ".html", ".png", ".svg"]
+    text = written[0].read_text()
+    assert "digits in place of CIFAR-10" in text
+    assert "quick: reduced sizes" in text
+    assert "`gspace reproduce table-1 --quick`" in text
+    contents = [path.read_bytes() for path in written]
+    checkpoints = {path: path.stat().st_mtime_ns for path in tmp_path.rglob(CHECKPOINT)}
+    assert len(checkpoints) == 1
+    assert main(*arguments) == 0
+    assert [path.read_bytes() for path in written] == contents
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob(CHECKPOINT)} == checkpoints
+
+
+def test_a_grid_is_followed_by_its_winner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "reproduce",
+        "path-sgd",
+        "--quick",
+        "--method",
+        "sgd",
+        "--data-dir",
+        tmp_path,
+        "--out",
+        tmp_path / "runs",
+    ]
+    assert main(*arguments, "--json", "--device", "cpu") == 0
+    (section,) = json.loads(capsys.readouterr().out).values()
+    (row,) = section["Best rate of each method: test error, %"]
+    assert re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d \(2\); lr [\d.e-]+", row["SGD"])
+    grid = {row[""]: row["SGD"] for row in section["Grid of rates, validation images: validation error, %"]}
+    assert len(grid) == 4
+    chosen = f"lr {row['SGD'].split('lr ')[1]}"
+    errors = {name.split(",")[0]: float(text.split()[0]) for name, text in grid.items()}
+    assert errors[chosen] == min(errors.values())
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_list_shows_runs_and_cost(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("reproduce", name, "--list", "--out", tmp_path) == 0
+    text = capsys.readouterr().out
+    assert EXPERIMENTS[name].question in text
+    assert re.search(r"left: \d+ runs, about .* on one NVIDIA H200", text)
+
+
+# Mistakes
+
+
+def damaged_npz(folder: Path) -> None:
+    images, labels = np.zeros((60_000, 28, 28), np.uint8), np.zeros(60_000, np.uint8)
+    np.savez(folder / "mnist.npz", x_train=images, y_train=labels, x_test=images[:10_000], y_test=labels[:10_000])
+
+
+def truncated_npz(folder: Path) -> None:
+    damaged_npz(folder)
+    content = (folder / "mnist.npz").read_bytes()
+    (folder / "mnist.npz").write_bytes(content[: len(content) // 2])
+
+
+def wrong_shape(folder: Path) -> None:
+    images, labels = np.zeros((5, 28, 28), np.uint8), np.zeros(5, np.uint8)
+    np.savez(folder / "mnist.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+
+
+class Malice:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch malice-was-here",)
+
+
+def malicious_pickle(folder: Path) -> None:
+    (folder / "cifar-10-batches-py").mkdir()
+    for name in [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]:
+        (folder / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(Malice()))
+
+
+def corrupted_checkpoint(folder: Path) -> None:
+    assert main(*TINY, "--out", folder) == 0
+    (run,) = folder.glob("digits-*")
+    (run / SUMMARY).unlink()
+    content = bytearray((run / CHECKPOINT).read_bytes())
+    content[-100] ^= 1
+    (run / CHECKPOINT).write_bytes(content)
+
+
+def recipe_file(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "recipe.json").write_text(text)
+
+    return write
+
+
+def a_file_in_the_way(folder: Path) -> None:
+    (folder / "out").write_text("this is no folder")
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+ROOT = "{}"  # the test's folder
+MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
+    "data missing": (nothing, [*TINY, "--data", "mnist", "--data-dir", ROOT], 3, "no data set mnist below"),
+    "data truncated": (truncated_npz, [*TINY, "--data", "mnist", "--data-dir", ROOT], 3, "mnist.npz"),
+    "wrong checksum": (damaged_npz, [*TINY, "--data", "mnist", "--data-dir", ROOT], 3, "differs from the published"),
+    "wrong shape": (wrong_shape, [*TINY, "--data", "mnist", "--data-dir", ROOT], 3, "expected (60000, 28, 28)"),
+    "malicious pickle": (malicious_pickle, [*TINY, "--data", "cifar10", "--data-dir", ROOT], 3, "cifar-10-batches-py"),
+    "unwritable folder": (a_file_in_the_way, [*TINY, "--out", f"{ROOT}/out"], 4, "cannot write"),
+    "bad field": (recipe_file('{"epochs": 1, "lrr": 1}'), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "'lr'?"),
+    "bad file": (recipe_file("{"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "recipe.json cannot be read"),
+    "list as recipe": (recipe_file("[]"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "holds no JSON object"),
+    "unknown name": (nothing, [*TINY, "--optimizer", "gsdg"], 2, "did you mean 'gsgd'?"),
+    "unknown experiment": (nothing, ["reproduce", "tabel-1", "--list"], 2, "did you mean 'table-1'?"),
+    "unknown method": (nothing, ["reproduce", "table-1", "--list", "--method", "gsdg"], 2, "did you mean 'gsgd'?"),
+    "filters that exclude": (
+        nothing,
+        ["reproduce", "table-1", "--list", "--seeds", "77"],
+        2,
+        "no run of the experiment",
+    ),
+    "quick and shorter": (nothing, ["reproduce", "table-1", "--quick", "--length", "1/2"], 2, "leave --length out"),
+    "negative rate": (nothing, [*TINY, "--lr", "-0.1"], 2, "lr must be at least 0, not -0.1"),
+    "no number": (nothing, [*TINY, "--lr", "fast"], 2, "lr must be a number, not 'fast'"),
+    "no length": (nothing, ["train"], 2, "either iterations or epochs"),
+    "refused by the optimizer": (
+        nothing,
+        [*TINY, "--max-ratio", "inf", "--allocation", "spread", "--optimizer", "gsgd"],
+        2,
+        "finite max_ratio",
+    ),
+    "GPU asked, none here": (nothing, [*TINY, "--device", "cuda:7"], 5, "CUDA devices are here"),
+    "unknown device": (nothing, [*TINY, "--device", "abacus"], 5, "try cpu, cuda or auto"),
+    "corrupted checkpoint": (corrupted_checkpoint, [*TINY, "--out", ROOT], 4, "is damaged (SHA-256 differs)"),
+    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of seeds"),
+    "bad minutes": (nothing, [*TINY, "--minutes", "-1"], 2, "is not a positive number"),
+    "queue that is none": (recipe_file("3"), ["train", "--queue", f"{ROOT}/recipe.json"], 2, "is no list of recipes"),
+    "report on nothing": (nothing, ["report", ROOT], 4, "no runs below"),
+    "report on an absent folder": (nothing, ["report", f"{ROOT}/absent"], 4, "does not exist"),
+    "report on an unknown experiment": (corrupted_checkpoint, ["report", ROOT, "--only", "tab"], 2, "did you mean"),
+    "drawing without a format": (nothing, ["draw", "torch.nn:Linear(2, 2)", "--out", "x.jpeg"], 2, "must end in .svg"),
+    "drawing of too much": (nothing, ["draw", "torch.nn:Linear(200, 200)"], 2, "too many to see"),
+    "drawing of nothing": (nothing, ["draw", "torch.nn:ReLU"], 2, "no weights to draw"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_with_its_code_and_loses_nothing(
+    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, arguments, code, says = MISTAKES[mistake]
+    root = tmp_path / "root"
+    root.mkdir()
+    monkeypatch.chdir(tmp_path)
+    prepare(root)
+    capsys.readouterr()
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and path.name != ".lock"}
+    found = main(*(argument.replace(ROOT, str(root)) for argument in arguments))
+    out, err = capsys.readouterr()
+    assert (found, out) == (code, ""), err
+    assert err.startswith("gspace: error: ")
+    assert err.count("\n") == 1, err
+    assert says in err
+    after = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after == before
+    assert not list(tmp_path.rglob("malice-was-here"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_on_a_full_disk_the_report_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(*TINY, "--out", tmp_path / "runs") == 0
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "report.md.part").symlink_to("/dev/full")
+    capsys.readouterr()
+    assert main("report", tmp_path / "runs", "--out", tmp_path / "report") == 4
+    err = capsys.readouterr().err
+    assert "No space left on device" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "report" / "report.md").exists()
+
+
+def test_a_run_in_use_is_refused(tmp_path: Path) -> None:
+    recipe = Recipe(epochs=0.5, hidden=(4,))
+    (tmp_path / recipe.folder).mkdir()
+    with locked(tmp_path / recipe.folder / ".lock"):
+        result = subprocess.run(
+            [sys.executable, "-m", "gspace", *TINY, "--out", str(tmp_path)],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)}, timeout=120,
+        )  # fmt: skip
+    assert result.returncode == 4
+    assert f"is in use by process {os.getpid()}" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_interrupted_command_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "gspace", "train", "--iterations", "3000", "--hidden", "4", "--eval-every", "100"]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path), "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("*/metrics.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (128 + signal.SIGTERM, "")
+    assert "stopped by SIGTERM at iteration" in err
+    assert main(*command[3:], "--out", tmp_path, "--json") == 0
+    (ended,) = json.loads(capsys.readouterr().out)
+    assert ended["summary"]["iteration"] == 3000
+
+
+# What a person sees
+
+
+def told(recipe: Recipe, iteration: int, error: float) -> Progress:
+    line = {"iteration": iteration, "test_error": error}
+    return Progress((recipe,), iteration, 100, (0.5,), (0.25,), 1234.0, 61.0, (line,))
+
+
+def screen(renderable: Any) -> str:
+    console = Console(width=200, force_terminal=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+def test_the_bars_show_the_run_in_progress() -> None:
+    bars = display.Bars(total=2)
+    bars.watch(told(Recipe(epochs=1.0), 50, 0.125))
+    text = screen(bars.body)
+    for shown in ("0.5/2 runs", "digits, mlp 64×64, sgd, lr 0.1, seed 0", "50/100 iterations, 1:01 left"):
+        assert shown in text
+    for shown in ("loss 0.5000", "error 25.00 %", "1,234 images/s", "test error 12.50 %"):
+        assert shown in text
+    bars.download("data.gz", 5, 10)
+    assert "data.gz" in screen(bars.body)
+
+
+def test_the_board_has_a_line_per_cell() -> None:
+    cells = demo.DEMO.cells(False, lambda recipe: None)
+    listed = list(cells)
+    board = display.Board(listed)
+    board.watch(told(listed[0].recipes[0], 100, 0.125))
+    text = screen(board)
+    assert all(cell.method.label in text for cell in listed)
+    assert "12.50" in text
+
+
+def test_the_demo_ends_in_tables_a_figure_and_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {name: (recipe.but(epochs=0.25, eval_every=5), 2) for name, (recipe, _) in demo.NETWORKS.items()}
+    monkeypatch.setattr(demo, "NETWORKS", short)
+    monkeypatch.setenv("COLUMNS", "140")
+    assert main("demo", "--out", tmp_path) == 0
+    text = capsys.readouterr().out
+    gaps = re.findall(r"│ (?:MLP|CNN) \[.*?\]\s*│\s*(\S+) │\s*(\S+) │\s*(\S+) │\n", text)
+    assert len(gaps) == 2
+    for sgd, path_sgd, gsgd in gaps:
+        assert float(sgd) > 0.1
+        assert max(float(path_sgd), float(gsgd)) < 1e-9
+    written = [Path(line) for line in text.splitlines() if line.startswith(str(tmp_path))]
+    assert [path.name for path in written] == ["report.md", "report.html", "demo.png", "demo.svg"]
+    assert all(path.stat().st_size > 1000 for path in written)
+    for label in (
+        "SGD",
+        "G-SGD",
+        "Path-SGD",
+        "SGD from skeleton init (control)",
+        "SGD, free skeleton frozen (control)",
+    ):
+        assert f"│ {label} " in text
+    assert main("demo", "--out", tmp_path) == 0
+    assert "Trained before" in capsys.readouterr().out
+
+
+# Drawing
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "mlp(widths=(3, 2, 5, 4, 2))",
+        "plain(width=4, depth=3)",
+        "residual(width=4)",
+        "residual(width=4)|--residual=tie",
+        "gated(width=4)",
+    ],
+)
+def test_small_networks_are_drawn_the_same_each_time(spec: str, suffix: str, tmp_path: Path) -> None:
+    network, *more = spec.split("|")
+    paths = [tmp_path / f"{k}.{suffix}" for k in range(2)]
+    for path in paths:
+        assert main("draw", f"gspace.lab.examples:{network}", *more, "--out", path) == 0
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert paths[0].stat().st_size > 5000
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("reproduce", "--help") == 0
+    text = capsys.readouterr().out
+    assert all(name in text and e.question in text for name, e in EXPERIMENTS.items())
+    assert main("train", "--help") == 0
+    assert training.EXAMPLES in capsys.readouterr().out
