@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gspace.lab import cli, demo, display, options, training
+from gspace.lab import bench, cli, demo, display, options, training
 from gspace.lab.archive import short_recipe
 from gspace.lab.lock import locked
 from gspace.lab.queue import read_queue
@@ -452,3 +452,22 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in text and e.question in text for name, e in EXPERIMENTS.items())
     assert main("train", "--help") == 0
     assert training.EXAMPLES in capsys.readouterr().out
+
+
+# Benchmarks
+
+
+def test_benchmarks_are_listed_and_run_with_their_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "speed.py").write_text('"""How fast."""\nimport sys\nprint(sys.argv[1:], __name__)\nsys.exit(3)\n')
+    monkeypatch.setattr(bench, "FOLDER", tmp_path)
+    assert main("bench", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"speed": "How fast."}
+    assert main("bench", "speed", "--size", "2") == 3
+    assert capsys.readouterr().out == "['--size', '2'] __main__\n"
+    assert main("bench", "sped") == 2
+    assert "did you mean 'speed'?" in capsys.readouterr().err
+    monkeypatch.setattr(bench, "FOLDER", tmp_path / "absent")
+    assert main("bench") == 2
+    assert "they come with the source" in capsys.readouterr().err

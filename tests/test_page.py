@@ -11,6 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from gspace.lab import cli, demo
 from gspace.lab.document import Document, Panel, Section, Series, Table
 from gspace.lab.figures import COLOURS
 from gspace.lab.page import page
@@ -159,3 +160,13 @@ def test_dragging_and_the_wheel_zoom_and_a_double_click_goes_back(tmp_path: Path
     assert float(found["dragged"]) == pytest.approx(plotted / 0.2, rel=0.01)
     assert float(found["wheel"]) == pytest.approx(1 / 0.8, rel=0.01)
     assert (found["selected"], found["back"], found["hidden"], found["linear"]) == ("1", "true", "1", "true")
+
+
+def test_the_page_of_the_demo_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = {name: (recipe.but(epochs=0.5, eval_every=5), 1) for name, (recipe, _) in demo.NETWORKS.items()}
+    monkeypatch.setattr(demo, "NETWORKS", short)
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 0
+    seen = browse(tmp_path / "report" / "report.html", "--dump-dom")
+    assert seen.console == ""
+    assert 'data-drawn="4"' in seen.dom
+    assert seen.dom.count('class="curve"') == 4 * len(demo.METHODS)

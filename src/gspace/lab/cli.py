@@ -37,6 +37,7 @@ COMMANDS = {
     "reproduce": Command("run a table or figure of the paper", "gspace.lab.reproduce"),
     "draw": Command("draw a small network with its skeleton and basis paths", "gspace.lab.draw"),
     "report": Command("tables, figures and a page from recorded runs", "gspace.lab.report"),
+    "bench": Command("run a benchmark of the source tree", "gspace.lab.bench"),
     "tour": Command("analyze and verify small built-in networks", "gspace.lab.tour"),
 }
 

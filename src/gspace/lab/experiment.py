@@ -202,6 +202,11 @@ def best(candidates: Sequence[Sequence[Recipe]], scores: Scores) -> Recipe | Non
     return candidates[min(found)[1]][0] if found else None
 
 
+def guessed(scores: Scores) -> Scores:
+    """The scores, and a bad one for what is not finished: shows how many runs are still to be decided."""
+    return lambda recipe: 1.0 if (score := scores(recipe)) is None else score
+
+
 def jobs(cells: Sequence[Cell]) -> list[Recipe]:
     """Every run once, in a good order.
 

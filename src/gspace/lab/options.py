@@ -61,7 +61,10 @@ def session(args: argparse.Namespace, runs: int) -> Iterator[Session]:
     with display(runs, quiet=args.json) as shown, stop_requests() as stop:
         if args.minutes is not None:
             signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
-        yield Session(args.data_dir, engine(args), shown.watch, shown.download if args.download else None, stop)
+        try:
+            yield Session(args.data_dir, engine(args), shown.watch, shown.download if args.download else None, stop)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def check(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:

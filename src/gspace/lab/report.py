@@ -17,7 +17,7 @@ from gspace.lab.archive import export, read_records, scores_of, short_recipe
 from gspace.lab.cost import CPU, GPU, duration, estimate
 from gspace.lab.document import Document, Section, Table, markdown
 from gspace.lab.errors import RecordError
-from gspace.lab.experiment import DATA_NAMES, LENGTHS, Cell, Experiment, Variant, jobs
+from gspace.lab.experiment import DATA_NAMES, LENGTHS, Cell, Experiment, Variant, guessed, jobs
 from gspace.lab.figures import draw
 from gspace.lab.page import page
 from gspace.lab.panels import panels
@@ -135,8 +135,8 @@ def begun(experiment: Experiment, found: Found) -> Iterator[Part]:
     for variant in variants(found):
         cells = variant.cells(experiment, scores)
         if any(recipe in found for recipe in jobs(cells)):
-            guessed = variant.cells(experiment, lambda recipe: 1.0 if (score := scores(recipe)) is None else score)
-            yield Part(experiment, variant, cells, [r for r in jobs(guessed) if scores(r) is None])
+            planned = variant.cells(experiment, guessed(scores))
+            yield Part(experiment, variant, cells, [r for r in jobs(planned) if scores(r) is None])
 
 
 def shown(parts: Sequence[Part], found: Found) -> list[Part]:

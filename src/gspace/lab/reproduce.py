@@ -13,7 +13,7 @@ from gspace.lab.archive import read_records, scores_of, short_recipe
 from gspace.lab.cost import CPU, GPU, Machine, duration, estimate
 from gspace.lab.data import SETS, data_folder, read
 from gspace.lab.errors import RecipeError
-from gspace.lab.experiment import LENGTHS, Cell, Experiment, Scores, Variant, jobs
+from gspace.lab.experiment import LENGTHS, Cell, Experiment, Scores, Variant, guessed, jobs
 from gspace.lab.queue import run_queue
 from gspace.lab.recipe import Recipe, check_name
 from gspace.lab.report import as_json, assemble, publish
@@ -55,30 +55,37 @@ def run(args: argparse.Namespace) -> int:
     absent = absent_sets(experiment, args.data_dir) if args.quick else frozenset()
     variant = Variant(args.quick, LENGTHS[args.length], absent)
 
-    def cells() -> list[Cell]:
-        return selected(variant.cells(experiment, scores_below(args.out)), args)
+    def cells(scores: Scores) -> list[Cell]:
+        return selected(variant.cells(experiment, scores), args)
 
     if args.list:
-        print(as_queue(cells()) if args.json else as_text(experiment, variant, cells(), scores_below(args.out)))
+        scores = scores_below(args.out)
+        print(as_queue(cells(scores)) if args.json else as_text(experiment, variant, cells(scores), scores))
         return 0
     failed = work(cells, args)
-    records = read_records([args.out])
-    document = assemble(records, [experiment], command(args))
+    document = assemble(read_records([args.out]), [experiment], command(args))
     written = publish(document, args.report or args.out / "report" / experiment.name)
     print(as_json(document) if args.json else "\n".join(map(str, written)))
     return 1 if failed else 0
 
 
-def work(cells: Callable[[], list[Cell]], args: argparse.Namespace) -> int:
+def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> int:
     """Runs the cells, then those that their results decide, and so on; returns the number of failures."""
     failed = 0
     tried: set[Recipe] = set()
-    while todo := [r for r in jobs(cells()) if r not in tried and scores_below(args.out)(r) is None]:
-        options.check(todo, args)
-        with options.session(args, len(todo)) as session, options.alone(args.json):
+    expected = unfinished(cells(guessed(scores_below(args.out))), scores_below(args.out))
+    options.check(expected, args)
+    with options.session(args, len(expected)) as session, options.alone(args.json):
+        scores = scores_below(args.out)
+        while todo := [recipe for recipe in unfinished(cells(scores), scores) if recipe not in tried]:
             failed += run_queue(todo, args.out, session, stack=args.stack)
-        tried.update(todo)
+            tried.update(todo)
+            scores = scores_below(args.out)
     return failed
+
+
+def unfinished(cells: Sequence[Cell], scores: Scores) -> list[Recipe]:
+    return [recipe for recipe in jobs(cells) if scores(recipe) is None]
 
 
 def command(args: argparse.Namespace) -> str:

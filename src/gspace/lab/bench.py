@@ -1,0 +1,56 @@
+"""`gspace bench [NAME ...]`: the benchmarks of the source tree, listed, or one of them run with its own options."""
+
+import argparse
+import ast
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import gspace
+from gspace.lab.errors import LabError
+from gspace.lab.recipe import check_name
+
+FOLDER = Path(gspace.__file__).resolve().parents[2] / "benchmarks"
+
+
+class BenchError(LabError):
+    """A benchmark that is not here."""
+
+    exit_code = 2
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a benchmark; without it, they are listed")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="passed on to the benchmark, for example --help")
+    parser.add_argument("--json", action="store_true", help="list them as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The benchmark's own exit code."""
+    there = benchmarks(FOLDER)
+    if not there:
+        raise BenchError(f"no benchmarks in {FOLDER}: they come with the source, not with the installed package")
+    if args.name is None:
+        print(json.dumps(there, indent=1) if args.json else "\n".join(f"{n:16}{what}" for n, what in there.items()))
+        return 0
+    path = FOLDER / f"{check_name('benchmark', args.name, there)}.py"
+    before = sys.argv
+    sys.argv = [str(path), *args.options]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as exit:
+        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    finally:
+        sys.argv = before
+    return 0
+
+
+def benchmarks(folder: Path) -> dict[str, str]:
+    """Name and first line of what each says of itself."""
+    found = {}
+    for path in sorted(folder.glob("*.py")):
+        said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        if said:
+            found[path.stem] = said.splitlines()[0]
+    return found
