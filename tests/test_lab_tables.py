@@ -1,7 +1,5 @@
 """The paper's tables as recipes: its settings, its numbers, one schedule per comparison, controls everywhere."""
 
-import doctest
-import importlib
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -248,10 +246,3 @@ def test_no_quick_experiment_is_expected_to_take_long() -> None:
     for experiment in EXPERIMENTS.values():
         runs = jobs(Variant(quick=True).cells(experiment, decided))
         assert cost.estimate(runs, cost.CPU) < 300
-
-
-@pytest.mark.parametrize("module", ["tables", "tabulate", "cost", "display", "options"])
-def test_examples_in_the_documentation(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"gspace.lab.{module}"))
-    assert result.attempted > 0
-    assert result.failed == 0

@@ -85,7 +85,7 @@ def picture(drawing: Drawing, skeleton: Skeleton, facts: str) -> Figure:
                 _line(right, drawing, part, colour, width)
             (x0, y0), (x1, y1) = (drawing.place[node] for node in line)
             right.plot((x0 + x1) / 2, (y0 + y1) / 2, "D", color=colour, markersize=8, markeredgecolor="#333333")
-        right.set_title(f"{len(paths)} of the basis paths, each with a weight of its own (diamond)")
+        right.set_title(f"{len(paths)} basis paths; ◆ marks the weight of each alone")
         left.legend(handles=_handles(), fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncol=2)
         right.legend(
             [Line2D([], [], color=colour, lw=2) for _, colour in zip(paths, COLOURS[::2], strict=False)],

@@ -271,7 +271,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             "Fig. 4, Tab. 6",
             "Does the gain of G-SGD over SGD grow with the invariant ratio H/m?",
             (
-                "[49 : h : h : 10] on 7 × 7 images, lr 0.01, batch 64, 100 epochs.",
+                "[49 : h : h : 10] on 7 × 7 images, lr 0.01, batch 64, 100 epochs. "
+                "H/m is twice what Tab. 6 prints, which is h/m.",
                 "One shared rate can favour either method, so the best rate of each is run too; "
                 "it is chosen on held-out training images.",
             ),

@@ -44,13 +44,15 @@ def arrange(model: nn.Module, skeleton: Skeleton) -> Drawing:
     lines: dict[Line, Kind] = {}
     names: dict[Line, str] = {}
     column: dict[Node, float] = {}
+    reach: dict[Node, float] = {}  # where a node was written last: a residual stream is drawn where it was first
     drawn = [k for k, e in enumerate(skeleton.edges) if weights[e.name].dim() > 1]
     for k in sorted(drawn, key=lambda k: skeleton.edges[k].first):
         edges = skeleton.edges[k]
         for (tail, head), kind in _pairs(k, edges, weights[edges.name], skeleton):
             ends = [c for node, c in column.items() if node[0] == "end" and node[1] != k]
             column.setdefault(tail, max(ends, default=-0.5) + 0.5)
-            column.setdefault(head, column[tail] + 1)  # a residual stream stays where it is first written
+            column.setdefault(head, reach.get(tail, column[tail]) + 1)
+            reach[head] = max(reach.get(head, 0.0), reach.get(tail, column[tail]) + 1)
             if lines.get((tail, head), "other") == "other":
                 lines[tail, head] = kind
                 names[tail, head] = edges.name
