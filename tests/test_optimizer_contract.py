@@ -169,6 +169,18 @@ def test_each_group_has_its_own_hyper_parameters(kind: Kind, key: str) -> None:
     assert moved(models[0], values(models[2]))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.twin is torch.optim.SGD], ids=lambda kind: kind.name)
+def test_dampening_means_nothing_without_momentum(kind: Kind) -> None:
+    models = []
+    for dampening in (0.0, 0.5):
+        model = Net()
+        first, second = halves(model)
+        groups = [{"params": first, "momentum": 0.0, "dampening": dampening}, {"params": second, "momentum": 0.9}]
+        train(model, kind.make(model, groups, nesterov=False), batches(6))
+        models.append(model)
+    assert_same(*models)
+
+
 @gspace_kinds
 def test_a_group_without_learning_rate_keeps_its_path_values(kind: Kind) -> None:
     """lr = 0 stops v, not w: the weights of that group still take their 1/R."""
@@ -251,6 +263,7 @@ def test_a_refused_group_leaves_no_trace(kind: Kind) -> None:
     first, second = kind.make(one), kind.make(two)
     with pytest.raises(ValueError, match="no parameter of the model"):
         second.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(second.param_groups) == 1
     train(one, first, batches(3))
     train(two, second, batches(3))
     assert_same(one, two)

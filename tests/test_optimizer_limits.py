@@ -92,11 +92,16 @@ def test_every_optimizer_trains_on_path_values(name: str) -> None:
 
 
 def test_in_gspace_sgd_is_gsgd() -> None:
-    one, two = Net().double(), Net().double()
+    """Two implementations of one algorithm, with a schedule of learning rate and momentum."""
     options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}
-    train(one, gspace.GSGD(one, **options), batches(20, dtype=torch.float64))
-    train(two, gspace.InGSpace(two, torch.optim.SGD, **options), batches(20, dtype=torch.float64))
-    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+    models = []
+    for build in OURS.values():
+        model = Net().double()
+        optimizer = build(model, **options)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=21)
+        train(model, optimizer, batches(20, dtype=torch.float64), schedule)
+        models.append(model)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
 
 

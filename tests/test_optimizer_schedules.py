@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler as S
 from torch.optim.swa_utils import SWALR
 
-from contract import KINDS, Kind, Net, assert_same, backward, batches, train
+from contract import KINDS, Kind, Net, assert_same, backward, batches, moved, train, values
 
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 STEPS = 9
@@ -64,11 +65,14 @@ def test_schedules(kind: Kind, name: str) -> None:
             scheduler.step(*metric)
     assert len({str(h) for h in history}) > 1
     for batch, now in zip(batches(STEPS), history, strict=True):
-        for group, values in zip(second.param_groups, now, strict=True):
-            group.update(values)
+        for group, scheduled in zip(second.param_groups, now, strict=True):
+            group.update(scheduled)
         backward(two, second, batch)
         second.step()
     assert_same(one, two)
+    constant = Net()
+    train(constant, kind.make(constant), batches(STEPS))
+    assert moved(one, values(constant))
 
 
 @kinds
@@ -105,10 +109,11 @@ def test_lr_may_be_a_tensor(kind: Kind, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
 @kinds
-def test_groups_may_have_tensors_of_their_own(kind: Kind) -> None:
+def test_groups_may_have_tensors_of_their_own(kind: Kind, shape: tuple[int, ...]) -> None:
     models = []
-    for wrap in (float, torch.tensor):
+    for wrap in (float, partial(torch.full, shape)):
         model = Net()
         back = [*model.hidden.parameters(), *model.head.parameters()]
         front = [p for p in model.parameters() if not any(p is q for q in back)]

@@ -86,11 +86,10 @@ def test_a_state_without_its_weights_measures_those_that_are_there(kind: Kind) -
 
 @gspace_kinds
 def test_units_without_weights_at_construction_come_with_the_state(kind: Kind) -> None:
-    """Which units are used depends on zeros among the weights; a state brings its own."""
+    """Which units are used depends on zeros among the first weights; a state brings its own."""
     one, two = contract.chain(), contract.chain(seed=1)
     with torch.no_grad():
-        one[5].weight[:2] = 0
-        one[5].bias[:2] = 0
+        one[7].weight[:, :2] = 0
     first, second = kind.make(one), kind.make(two)
     assert first.skeleton.H == second.skeleton.H - 2
     train(one, first, batches(3))
