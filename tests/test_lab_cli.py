@@ -193,6 +193,26 @@ def test_the_list_shows_runs_and_cost(name: str, tmp_path: Path, capsys: pytest.
     assert re.search(r"left: \d+ runs, about .* on one NVIDIA H200", text)
 
 
+def test_committed_records_count_as_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listing = ["reproduce", "path-sgd", "--quick", "--method", "sgd", "--data-dir", tmp_path, "--list", "--json"]
+
+    def listed(*more: str | Path) -> list[dict[str, Any]]:
+        assert main(*listing, *more) == 0
+        return list(json.loads(capsys.readouterr().out))
+
+    before = listed("--out", tmp_path / "none")
+    (tmp_path / "jobs.json").write_text(json.dumps(before[1:]))
+    assert main("train", "--queue", tmp_path / "jobs.json", "--out", tmp_path / "runs", "--json") == 0
+    assert main("report", tmp_path / "runs", "--export", tmp_path / "results") == 0
+    capsys.readouterr()
+    after = listed("--out", tmp_path / "none", "--results", tmp_path / "results")
+    assert len(before) == 4
+    assert after[0] == before[0]  # not finished
+    (winner,) = {recipe.get("lr", 0.1) for recipe in after[1:]}  # 0.1 is the default
+    assert winner in {recipe.get("lr", 0.1) for recipe in before[1:]}
+    assert not any("validation" in recipe for recipe in after[1:])
+
+
 # Mistakes
 
 

@@ -224,7 +224,7 @@ def test_the_queue_file_holds_the_same_recipes(tmp_path: Path) -> None:
     for name, experiment in EXPERIMENTS.items():
         cells = Variant().cells(experiment, decided)
         path = tmp_path / f"{name}.json"
-        path.write_text(reproduce.as_queue(cells))
+        path.write_text(reproduce.as_queue(jobs(cells)))
         assert read_queue(path) == jobs(cells)
 
 

@@ -1,6 +1,7 @@
 """`gspace reproduce NAME`: the runs of a table or figure of the paper, those that are not finished, then its report.
 
-`--list` shows them and what they cost; `--list --json` writes the list that `python -m gspace.lab.train --queue` takes.
+`--list` shows them and what they cost; `--list --json` writes those that are not finished as the list that
+`python -m gspace.lab.train --queue` takes.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from gspace.lab.errors import RecipeError
 from gspace.lab.experiment import LENGTHS, Cell, Experiment, Scores, Variant, guessed, jobs
 from gspace.lab.queue import run_queue
 from gspace.lab.recipe import Recipe, check_name
+from gspace.lab.record import Record
 from gspace.lab.report import as_json, assemble, publish
 from gspace.lab.tables import EXPERIMENTS
 
@@ -31,8 +33,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_filters(parser)
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="run folders (default: runs)")
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", nargs="+", default=[], help="records that count as finished runs too"
+    )
     parser.add_argument("--report", type=Path, metavar="DIR", help="where the report goes (default: OUT/report/NAME)")
-    parser.add_argument("--list", action="store_true", help="show the runs and their cost, run nothing")
+    parser.add_argument("--list", action="store_true", help="show the runs and what is left to pay, run nothing")
     parser.add_argument("--json", action="store_true", help="with --list: the queue file, else the tables, as JSON")
     options.add_data(parser)
     options.add_engine(parser)
@@ -59,11 +64,12 @@ def run(args: argparse.Namespace) -> int:
         return selected(variant.cells(experiment, scores), args)
 
     if args.list:
-        scores = scores_below(args.out)
-        print(as_queue(cells(scores)) if args.json else as_text(experiment, variant, cells(scores), scores))
+        scores = scores_of(recorded(args))
+        left = unfinished(cells(scores), scores)
+        print(as_queue(left) if args.json else as_text(experiment, variant, cells(scores), scores))
         return 0
     failed = work(cells, args)
-    document = assemble(read_records([args.out]), [experiment], command(args))
+    document = assemble(recorded(args), [experiment], command(args))
     written = publish(document, args.report or args.out / "report" / experiment.name)
     print(as_json(document) if args.json else "\n".join(map(str, written)))
     return 1 if failed else 0
@@ -73,14 +79,14 @@ def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> int
     """Runs the cells, then those that their results decide, and so on; returns the number of failures."""
     failed = 0
     tried: set[Recipe] = set()
-    expected = unfinished(cells(guessed(scores_below(args.out))), scores_below(args.out))
+    scores = scores_of(recorded(args))
+    expected = unfinished(cells(guessed(scores)), scores)
     options.check(expected, args)
     with options.session(args, len(expected)) as session, options.alone(args.json):
-        scores = scores_below(args.out)
         while todo := [recipe for recipe in unfinished(cells(scores), scores) if recipe not in tried]:
             failed += run_queue(todo, args.out, session, stack=args.stack)
             tried.update(todo)
-            scores = scores_below(args.out)
+            scores = scores_of(recorded(args))
     return failed
 
 
@@ -101,8 +107,8 @@ def absent_sets(experiment: Experiment, data_dir: Path | None) -> frozenset[str]
     return frozenset(name for name in names if read(name, SETS[name], root) is None)
 
 
-def scores_below(out: Path) -> Scores:
-    return scores_of(read_records([out]) if out.exists() else [])
+def recorded(args: argparse.Namespace) -> list[Record]:
+    return read_records([*([args.out] if args.out.exists() else []), *args.results])
 
 
 def selected(cells: Sequence[Cell], args: argparse.Namespace) -> list[Cell]:
@@ -132,9 +138,9 @@ FILTERS: tuple[tuple[str, str, Callable[[Cell], str]], ...] = (
 )
 
 
-def as_queue(cells: Sequence[Cell]) -> str:
+def as_queue(recipes: Sequence[Recipe]) -> str:
     """The list that `python -m gspace.lab.train --queue` takes, a recipe per line."""
-    return "[\n" + ",\n".join(json.dumps(short_recipe(recipe)) for recipe in jobs(cells)) + "\n]"
+    return "[\n" + ",\n".join(json.dumps(short_recipe(recipe)) for recipe in recipes) + "\n]"
 
 
 def as_text(experiment: Experiment, variant: Variant, cells: Sequence[Cell], scores: Scores) -> str:
