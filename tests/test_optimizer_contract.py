@@ -51,8 +51,8 @@ BAD_IN_GSPACE: dict[str, tuple[dict[str, Any], str]] = {
     "allocation": ({"allocation": "even"}, "allocation must be one of 'fixed', 'spread'"),
     "residual": ({"residual": "cut"}, "residual must be 'pin' or 'tie'"),
     "pin": ({"pin": ["hiden"]}, "did you mean 'hidden'"),
-    "max_ratio": ({"max_ratio": 1.0}, "max_ratio must be greater than 1"),
-    "max_drift": ({"max_drift": math.nan}, "max_drift must be greater than 1"),
+    "max_ratio": ({"max_ratio": 0.9}, "max_ratio must be at least 1"),
+    "max_drift": ({"max_drift": math.nan}, "max_drift must be at least 1"),
     "spread": ({"allocation": "spread", "max_ratio": math.inf}, "needs a finite max_ratio"),
     "strangers": ({"params": [torch.zeros(3, 7)]}, r"shape \(3, 7\) that is no parameter of the model"),
 }
