@@ -62,6 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Shows, trains, reports; 1 if a run failed."""
+    torch.set_num_threads(1)  # networks this small gain nothing from a second thread, and wait for it on a busy machine
     console = Console(file=sys.stdout, highlight=False)
     source = feed(load("digits"), "standard", "none")
     console.print(symmetries(source))
