@@ -11,6 +11,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+import torch
+
 from gspace.lab.data import load
 from gspace.lab.display import display
 from gspace.lab.engine import Engine
@@ -28,6 +30,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--minutes", type=_positive, help="stop after this time, with a checkpoint; run again to continue"
     )
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
     group.add_argument("--stack", type=int, default=16, help="most MLPs to train at once (default: 16)")
     group.add_argument(
         "--checkpoint-seconds", metavar="S", type=_positive, default=60.0, help="between checkpoints (default: 60)"
@@ -67,9 +70,11 @@ def session(args: argparse.Namespace, runs: int) -> Iterator[Session]:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def check(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
-    """One error for a device, a data set or a folder that is not there, not one for each run that needs it."""
+def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
+    """Makes ready: one error for a device, a data set or a folder that is not there, not one for each run."""
     engine(args).resolve()
+    if args.threads is not None:
+        torch.set_num_threads(max(1, args.threads))
     if not args.download:
         for name in dict.fromkeys(recipe.data for recipe in recipes):
             load(name, args.data_dir)

@@ -81,7 +81,7 @@ def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> int
     tried: set[Recipe] = set()
     scores = scores_of(recorded(args))
     expected = unfinished(cells(guessed(scores)), scores)
-    options.check(expected, args)
+    options.prepare(expected, args)
     with options.session(args, len(expected)) as session, options.alone(args.json):
         while todo := [recipe for recipe in unfinished(cells(scores), scores) if recipe not in tried]:
             failed += run_queue(todo, args.out, session, stack=args.stack)

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         one = options.recipe(args)
         recipes = [one.but(seed=seed) for seed in args.seeds] if args.seeds else [one]
-    options.check(recipes, args)
+    options.prepare(recipes, args)
     failed = 0
     with options.session(args, len(recipes)) as session, options.alone(args.json):
         if len(recipes) == 1:  # what goes wrong is then this command's error
