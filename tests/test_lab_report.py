@@ -167,7 +167,7 @@ def test_a_report_says_what_it_stands_on(runs: Path, tmp_path: Path) -> None:
     cli.main(["report", str(runs), "--out", str(tmp_path)])
     text = (tmp_path / "report.md").read_text()
     for said in (
-        "signs: Sec. 11.2 of the paper (quick: reduced sizes)",
+        "signs: Sec. 11.2 of the paper (quick: reduced sizes, digits in place of absent data)",
         "digits in place of Fashion-MNIST",
         "`gspace reproduce signs --quick`",
         "figures/signs-quick-stand-in.svg",

@@ -141,7 +141,8 @@ class Variant:
     def label(self) -> str:
         """Empty for the experiment as the paper has it."""
         shorter = "" if self.length == 1 else f"{self.length} of the schedule"
-        return ", ".join(filter(None, ("quick: reduced sizes" if self.quick else "", shorter)))
+        stands = "digits in place of absent data" if self.absent else ""
+        return ", ".join(filter(None, ("quick: reduced sizes" if self.quick else "", shorter, stands)))
 
     @property
     def flags(self) -> str:

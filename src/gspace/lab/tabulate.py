@@ -103,7 +103,7 @@ def table(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> T
     """Lines of a part against its methods, controls last; with a single line, its methods one below the other."""
     validation = bool(cells[0].recipes[0].validation)
     label = measure.label.replace("test", "validation") if validation else measure.label
-    title = label if part == "test error" else f"{part[0].upper()}{part[1:]}: {label}"
+    title = label if part in ("test error", label) else f"{part[0].upper()}{part[1:]}: {label}"
     methods = sorted(dict.fromkeys(cell.method for cell in cells), key=lambda method: method.control)
     lines = list(dict.fromkeys(cell.line for cell in cells))
     at = {(cell.line, cell.method): cell for cell in cells}
