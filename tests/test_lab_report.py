@@ -18,7 +18,7 @@ from gspace.lab.panels import curve, panels
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Record, read_runs
 from gspace.lab.report import assemble, publish
-from gspace.lab.tables import EXPERIMENTS
+from gspace.lab.tables import EXPERIMENTS, RATE
 from gspace.lab.tabulate import MEASURES, Outcome, difference, outcome, table, write
 from gspace.lab.train import train_many
 
@@ -129,13 +129,20 @@ def test_a_curve_joins_runs_and_ends_where_they_do() -> None:
 
 
 def test_a_part_that_varies_one_quantity_is_drawn_against_it() -> None:
-    lines = [
-        Cell("grid", f"lr {lr}", SGD, seeds(BASE.but(lr=lr, validation=10), 1), axis=("learning rate", lr))
-        for lr in (1.0, 0.1)
-    ]
+    lines = [Cell("grid", f"lr {lr}", SGD, seeds(BASE.but(lr=lr, validation=10), 1), axis=RATE) for lr in (1.0, 0.1)]
     (panel,) = panels(lines, found(*((c, (c.recipes[0].lr / 10,)) for c in lines)), ("test_error", "fit_loss"))
     assert (panel.x_label, panel.log_x) == ("learning rate", True)
     assert (panel.series[0].x, panel.series[0].y) == ((0.1, 1.0), pytest.approx((1.0, 10.0)))
+
+
+def test_the_gap_to_sgd_is_drawn_seed_by_seed() -> None:
+    recipes = {m: [seeds(m.on(BASE, lr=lr), 2) for lr in (0.1, 1.0)] for m in (SGD, G_SGD)}
+    lines = [Cell("p", f"lr {r[0].lr}", m, r, axis=RATE) for m, rows in recipes.items() for r in rows]
+    errors = {lines[0]: (0.2, 0.4), lines[1]: (0.5, 0.5), lines[2]: (0.1, 0.2), lines[3]: (0.5, None)}
+    _, gap = panels(lines, found(*errors.items()), ("test_error",))
+    assert [series.label for series in gap.series] == ["G-SGD"]
+    assert gap.series[0].y == pytest.approx((15.0, 0.0))
+    assert (gap.series[0].low, gap.series[0].high) == (pytest.approx((10.0, 0.0)), pytest.approx((20.0, 0.0)))
 
 
 # From run folders
@@ -246,7 +253,7 @@ PANEL = Panel("title", "x", "y", (Series("a <b> & 'c'", (1.0, 2.0), (0.5, 0.25),
 DOCUMENT = Document(
     "A title",
     "gspace report <runs>",
-    ("text with `code` and </script>",),
+    ("text with `code`, **bold** and </script>",),
     (Section("s", "Section", "gspace x", ("text",), (Table("T", ("", "n | m"), (("a | b", "1"),)),), (PANEL,)),),
     (),
 )
@@ -267,7 +274,7 @@ def test_text_cannot_break_the_page() -> None:
     found = re.search(r'<script type="application/json" id="panels">(.*?)</script>', text, re.DOTALL)
     assert found
     assert json.loads(found[1])[0]["series"][0]["label"] == "a <b> & 'c'"
-    assert "text with <code>code</code> and &lt;/script&gt;" in text
+    assert "text with <code>code</code>, <strong>bold</strong> and &lt;/script&gt;" in text
 
 
 def test_markdown_escapes_what_would_split_a_cell() -> None:

@@ -111,11 +111,12 @@ def test_the_papers_numbers_stand_beside_runs_of_its_size_only() -> None:
 def test_the_mlps_are_those_of_table_6() -> None:
     weights = [536, 1200, 2912, 7872, 23936, 80640, 292352, 1108992]
     cells = Variant().cells(EXPERIMENTS["mlp-invariance"], unknown)
-    recipes = dict.fromkeys(c.recipes[0].hidden for c in cells)
+    recipes = {c.recipes[0].hidden: c.recipes[0] for c in cells}
     found = [gspace.analyze(build_model("mlp", (1, 7, 7), 10, hidden=hidden)) for hidden in recipes]
     assert [f.m for f in found] == weights
     assert [f.H for f in found] == [2 * h for h, _ in recipes]
-    assert [f.invariant_ratio for f in found] == pytest.approx([invariant_ratio(h) for h, _ in recipes])
+    assert [f.invariant_ratio for f in found] == pytest.approx([invariant_ratio(r) for r in recipes.values()])
+    assert cells[0].line == "h = 8 (H/m = 2.99e-02), Fashion-MNIST"
     assert {(c.recipes[0].batch_size, c.recipes[0].epochs, c.recipes[0].inputs) for c in cells} == {(64, 100, "pooled")}
     assert {c.recipes[0].lr for c in cells if c.part.startswith("the paper")} == {0.01}
 

@@ -64,6 +64,20 @@ class Method:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """A quantity that the rows of a table vary.
+
+    Attributes:
+        of: Its value for a run.
+        note: How a row states it, if its name does not.
+    """
+
+    label: str
+    of: Callable[[Recipe], float]
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Cell:
     """One number of a table: the mean over its runs.
 
@@ -74,7 +88,7 @@ class Cell:
         recipes: Its runs, one per seed.
         paper: What the paper prints in its place.
         setting: What was chosen for it, if something was.
-        axis: Name and value of the quantity that the table's rows vary, if it is one.
+        axis: The quantity that the table's rows vary, if it is one.
     """
 
     part: str
@@ -83,12 +97,13 @@ class Cell:
     recipes: tuple[Recipe, ...]
     paper: Printed | None = None
     setting: str = ""
-    axis: tuple[str, float] | None = None
+    axis: Axis | None = None
 
     @property
     def line(self) -> str:
         """Its row, with the data set as a reader must see it."""
-        return ", ".join(filter(None, (self.row, data_label(self.recipes[0]))))
+        note = f" ({self.axis.note.format(self.axis.of(self.recipes[0]))})" if self.axis and self.axis.note else ""
+        return ", ".join(filter(None, (f"{self.row}{note}", data_label(self.recipes[0]))))
 
     def only(self, seeds: Collection[int]) -> "Cell":
         return replace(self, recipes=tuple(recipe for recipe in self.recipes if recipe.seed in seeds))

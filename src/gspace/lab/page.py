@@ -91,8 +91,9 @@ def _paragraphs(text: Sequence[str]) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """Escaped; `code` as such."""
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
+    """Escaped; `code` and **bold** as such."""
+    strong = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", html.escape(text))
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", strong)
 
 
 def _code(text: str) -> str:

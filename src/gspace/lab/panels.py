@@ -1,11 +1,11 @@
 """From records to curves: against epochs, or each run's end against what a table varies."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from gspace.lab.cost import images_of
 from gspace.lab.document import Panel, Series
-from gspace.lab.experiment import Cell
+from gspace.lab.experiment import Cell, Method, data_label
 from gspace.lab.record import Record
 from gspace.lab.schedule import steps_per_epoch
 from gspace.lab.tabulate import MEASURES, Found, Measure, outcome
@@ -34,19 +34,39 @@ POINTS = ("MLPs",)  # too many lines for curves
 
 
 def _against_axis(part: str, cells: Sequence[Cell], found: Found, measures: Sequence[str]) -> Iterator[Panel]:
+    """Every method's end against the axis; then how far it is below SGD, run by run (Fig. 4's Δ)."""
+    title = f"{part}, {data_label(cells[0].recipes[0])}"
+    label = cells[0].axis.label if cells[0].axis else ""
+    methods = list(dict.fromkeys(cell.method for cell in cells))
     for key in measures:
         measure = MEASURES[key]
-        series = []
-        for method in dict.fromkeys(cell.method for cell in cells):
-            ends = [
-                (cell.axis[1], list(outcome(cell.recipes, found, measure).values.values()))
-                for cell in cells
-                if cell.method == method and cell.axis
-            ]
-            series.append(_series(method.label, sorted((x, y) for x, y in ends if y), method.control))
-        title = f"{part}, {cells[0].line.rsplit(', ', 1)[-1]}"
-        label = cells[0].axis[0] if cells[0].axis else ""
-        yield Panel(title, label, measure.label, _drawn(series), log_x=True, log_y=key == "fit_loss")
+        ends = {
+            (cell.method, cell.axis.of(cell.recipes[0])): outcome(cell.recipes, found, measure).values
+            for cell in cells
+            if cell.axis
+        }
+        drawn = [
+            _along(m, {x: list(seeds.values()) for (method, x), seeds in ends.items() if method == m}) for m in methods
+        ]
+        yield Panel(title, label, measure.label, _drawn(drawn), log_x=True, log_y=key == "fit_loss")
+        base = next((method for method in methods if method.key == "sgd"), None)
+        if base is None or cells[0].recipes[0].validation:
+            continue
+        below = [
+            _along(m, {x: _gaps(ends[base, x], seeds) for (method, x), seeds in ends.items() if method == m})
+            for m in methods
+            if m != base
+        ]
+        yield Panel(title, label, f"Δ {measure.label}: SGD minus", _drawn(below), log_x=True)
+
+
+def _along(method: Method, points: Mapping[float, list[float]]) -> Series:
+    return _series(method.label, sorted((x, y) for x, y in points.items() if y), method.control)
+
+
+def _gaps(base: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """Per seed that both finished."""
+    return [base[seed] - other[seed] for seed in sorted(base.keys() & other.keys())]
 
 
 def _points(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> Iterator[Panel]:

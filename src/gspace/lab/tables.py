@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gspace.lab.experiment import Cell, Experiment, Method, Printed, Scores, best, seeds
+from gspace.lab.cost import network_cost
+from gspace.lab.experiment import Axis, Cell, Experiment, Method, Printed, Scores, best, seeds
 from gspace.lab.recipe import Recipe
 
 UNGUARDED = {"max_ratio": math.inf, "max_drift": math.inf}  # the paper's algorithm has no guard
@@ -29,6 +30,21 @@ GRID = "grid of rates, validation images"
 
 # MLPs --------------------------------------------------------------------------------------------------------------
 
+
+def invariant_ratio(recipe: Recipe) -> float:
+    """H/m of an MLP without biases (Tab. 6 prints half of it: h/m, where H = 2h).
+
+    >>> [f"{invariant_ratio(FASHION.but(hidden=(h, h))):.2e}" for h in (8, 1024)]
+    ['2.99e-02', '1.85e-03']
+    """
+    flops, _ = network_cost(recipe)  # a multiplication and an addition per weight
+    return sum(recipe.hidden) / (flops / 2)
+
+
+RATE = Axis("learning rate", lambda recipe: recipe.lr)
+DECAY = Axis("λ", lambda recipe: recipe.weight_decay)
+RATIO = Axis("invariant ratio H/m", invariant_ratio, "H/m = {:.2e}")
+
 FASHION = Recipe(data="fashion_mnist", inputs="pooled", lr=0.01, batch_size=64, epochs=100.0, hidden=(8, 8))
 QUICK_FASHION: Mapping[str, Any] = {"epochs": 4.0, "train_size": 6400, "test_size": 2000, "quick": True}
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
@@ -42,8 +58,7 @@ def _mlp_invariance(quick: bool, scores: Scores) -> Iterator[Cell]:
 
     def line(part: str, h: int, method: Method, recipe: Recipe, setting: str = "") -> Cell:
         runs = seeds(recipe.but(hidden=(h, h)), 2 if quick else 5)
-        ratio = invariant_ratio(h)
-        return Cell(part, f"h = {h} (H/m = {ratio:.2e})", method, runs, None, setting, ("invariant ratio H/m", ratio))
+        return Cell(part, f"h = {h}", method, runs, None, setting, RATIO)
 
     for h in widths:
         for method in methods:
@@ -60,15 +75,6 @@ def _mlp_invariance(quick: bool, scores: Scores) -> Iterator[Cell]:
                 yield line("best rate of each method", h, method, found.but(validation=0), f"lr {found.lr:g}")
 
 
-def invariant_ratio(h: int) -> float:
-    """H/m of [49 : h : h : 10] (Tab. 6 prints half of it: h/m, where H = 2h).
-
-    >>> [f"{invariant_ratio(h):.2e}" for h in (8, 1024)]
-    ['2.99e-02', '1.85e-03']
-    """
-    return 2 * h / (49 * h + h * h + 10 * h)
-
-
 PATHS = Recipe(data="mnist", inputs="grey", hidden=(64,) * 5, lr=1.0, batch_size=64, epochs=50.0)
 
 
@@ -80,7 +86,7 @@ def _path_sgd(quick: bool, scores: Scores) -> Iterator[Cell]:
         for method in (SGD, PATH_SGD, G_SGD, GUARDED, *CONTROLS):
             grid = [seeds(method.on(base, data=data, lr=rate, validation=held), 1) for rate in rates]
             for runs in grid:
-                yield Cell(GRID, f"lr {runs[0].lr:g}", method, runs, axis=("learning rate", runs[0].lr))
+                yield Cell(GRID, f"lr {runs[0].lr:g}", method, runs, axis=RATE)
             found = best(grid, scores)
             if found:
                 runs = seeds(found.but(validation=0), 2 if quick else 5)
@@ -192,7 +198,7 @@ def _regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
         grid = [seeds(base.but(weight_decay=decay, validation=held), 1) for decay in lambdas]
         for runs in grid:
             decay = runs[0].weight_decay
-            yield Cell("grid of λ, validation images", f"λ = {decay:g}", method, runs, axis=("λ", decay))
+            yield Cell("grid of λ, validation images", f"λ = {decay:g}", method, runs, axis=DECAY)
         found = best(grid, scores)
         for data in ("cifar10",) if quick else ("cifar10", "cifar100"):
             if found:
