@@ -23,12 +23,12 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installe
 EPOCHS = tuple(float(k) for k in range(1, 31))
 
 
-def falling(label: str, rate: float, control: bool = False) -> Series:
+def falling(label: str, rate: float, control: bool = False, hue: int = 0) -> Series:
     y = tuple(rate**x for x in EPOCHS)
-    return Series(label, EPOCHS, y, tuple(0.8 * v for v in y), tuple(1.2 * v for v in y), control)
+    return Series(label, EPOCHS, y, tuple(0.8 * v for v in y), tuple(1.2 * v for v in y), control, hue)
 
 
-LINES = Panel("curves", "epoch", "training loss", (falling("SGD", 0.9), falling("G-SGD", 0.8, True)), log_y=True)
+LINES = Panel("curves", "epoch", "training loss", (falling("SGD", 0.9), falling("G-SGD", 0.8, True, 1)), log_y=True)
 POINTS = Panel(
     "points", "", "test error, %", (Series("one", (-0.1, 0.9), (3.0, 2.0), (2.5, 1.5), (3.5, 2.5)),), ticks=("a", "b")
 )

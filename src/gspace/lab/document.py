@@ -23,7 +23,8 @@ class Series:
     """One curve: its mean, and the smallest and largest of its runs at each x.
 
     Attributes:
-        control: Drawn behind the others, dashed.
+        control: Drawn dashed.
+        hue: Which colour, the same for a method wherever it is drawn.
     """
 
     label: str
@@ -32,6 +33,7 @@ class Series:
     low: tuple[float, ...]
     high: tuple[float, ...]
     control: bool = False
+    hue: int = 0
 
 
 @dataclass(frozen=True)

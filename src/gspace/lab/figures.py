@@ -50,8 +50,8 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def _panel(axes: Axes, panel: Panel) -> None:
-    for k, series in enumerate(panel.series):
-        colour = COLOURS[k % len(COLOURS)]
+    for series in panel.series:
+        colour = COLOURS[series.hue % len(COLOURS)]
         _points(axes, series, colour) if panel.ticks else _line(axes, series, colour)
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
     if panel.log_x:

@@ -5,6 +5,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 const SIZE = { width: 620, height: 340, left: 62, right: 14, top: 12, bottom: 46 };
 const COLOURS = JSON.parse(document.getElementById("colours").textContent);
+const colourOf = (series) => COLOURS[series.hue % COLOURS.length];
 
 function element(parent, name, attributes = {}, text = "") {
   const node = document.createElementNS(SVG, name);
@@ -95,7 +96,7 @@ class Plot {
     element(element(this.svg, "clipPath", { id: clip }), "rect", area);
     this.grid();
     this.curves = element(this.svg, "g", { "clip-path": `url(#${clip})` });
-    this.panel.series.forEach((series, k) => !this.hidden.has(k) && this.curve(series, COLOURS[k % COLOURS.length]));
+    this.panel.series.forEach((series, k) => !this.hidden.has(k) && this.curve(series, colourOf(series)));
     this.over = element(this.svg, "g", { class: "over" });
   }
 
@@ -142,7 +143,7 @@ class Plot {
     list.className = "legend";
     this.panel.series.forEach((series, k) => {
       const button = list.appendChild(document.createElement("button"));
-      button.style.setProperty("--colour", COLOURS[k % COLOURS.length]);
+      button.style.setProperty("--colour", colourOf(series));
       button.className = series.control ? "control" : "";
       button.textContent = series.label;
       button.setAttribute("aria-pressed", "true");
@@ -223,10 +224,10 @@ class Plot {
       const near = [...series.x.keys()].reduce((a, b) => (distance(b) < distance(a) ? b : a));
       if (distance(near) > 40) return;
       const [x, y] = [this.scaleX.place(series.x[near]), this.scaleY.place(series.y[near])];
-      element(this.over, "circle", { cx: x, cy: y, r: 4, fill: COLOURS[k % COLOURS.length] });
+      element(this.over, "circle", { cx: x, cy: y, r: 4, fill: colourOf(series) });
       shownX = shownX ?? series.x[near];
       const range = series.low[near] === series.high[near] ? "" : ` (${number(series.low[near])} – ${number(series.high[near])})`;
-      rows.push([series.label, number(series.y[near]) + range, COLOURS[k % COLOURS.length]]);
+      rows.push([series.label, number(series.y[near]) + range, colourOf(series)]);
     });
     this.tip.hidden = !rows.length;
     if (!rows.length) return;

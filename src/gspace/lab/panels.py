@@ -1,6 +1,7 @@
 """From records to curves: against epochs, or each run's end against what a table varies."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from gspace.lab.cost import images_of
@@ -27,7 +28,13 @@ def panels(cells: Sequence[Cell], found: Found, measures: Sequence[str]) -> list
             made += _points(part, members, found, MEASURES[keys[0]])
         elif not grid:
             made += _against_epochs("" if part == "test error" else part, members, found)
-    return [panel for panel in made if panel.series]
+    return [_coloured(panel, cells) for panel in made if panel.series]
+
+
+def _coloured(panel: Panel, cells: Sequence[Cell]) -> Panel:
+    """One colour per method in all panels of an experiment."""
+    hues = {label: k for k, label in enumerate(dict.fromkeys(cell.method.label for cell in cells))}
+    return replace(panel, series=tuple(replace(series, hue=hues[series.label]) for series in panel.series))
 
 
 POINTS = ("MLPs",)  # too many lines for curves
