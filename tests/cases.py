@@ -311,6 +311,7 @@ CASES = (
         dim=144,
         H_paper=14,
         vocabulary=11,
+        example=True,
         lost=36,
         why="nothing stands between embedding and linear layer: GL(6) beyond its diagonal, 30, and shifts, 6",
     ),

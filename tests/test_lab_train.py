@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -397,8 +398,8 @@ def test_a_device_that_is_absent_is_refused(tmp_path: Path) -> None:
 def test_what_an_optimizer_refuses_is_an_error_of_the_recipe(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="path-sgd has neither"):
         train(SMALL.but(optimizer="path-sgd", weight_decay=0.1), tmp_path)
-    with pytest.raises(RecipeError, match="gsgd refuses this recipe: max_ratio"):
-        train(SMALL.but(optimizer="gsgd", max_ratio=1), tmp_path)
+    with pytest.raises(RecipeError, match="gsgd refuses this recipe: allocation"):
+        train(SMALL.but(optimizer="gsgd", allocation="spread", max_ratio=math.inf), tmp_path)
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------

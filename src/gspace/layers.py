@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspace.movement import UNKNOWN_SIZE
-from gspace.spaces import Activation, Buffer, Norm, Parts, Size, Walk, Weight, along, grounded
+from gspace.movement import UNKNOWN_RANK, UNKNOWN_SIZE
+from gspace.spaces import Activation, Buffer, DType, Norm, Parts, Size, Walk, Weight, along, grounded
 
 Rule = Callable[..., Any]
 NOT_HOMOGENEOUS = "it is not positively homogeneous"
@@ -57,7 +57,9 @@ def pinned(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Activation:
 
 
 def like(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Activation:
-    """zeros_like, randn_like …: only the shape is read."""
+    """zeros_like, randn_like …: only the shape is read, unless a value is handed over too."""
+    if any(isinstance(v, (Activation, Weight, Buffer)) for v in flatten_arguments([args, kwargs])):
+        return opaque(walk, *args, **kwargs)
     return grounded(x.shape) if isinstance(x, Activation) else Activation()
 
 
@@ -78,10 +80,12 @@ def prelu(walk: Walk, x: Activation, slope: Any) -> Activation:
     return x if slope.grounded else opaque(walk, x, slope)
 
 
-def _as_activation(value: Any) -> Activation | None:
+def _as_activation(walk: Walk, value: Any) -> Activation:
     """Numbers, sizes and buffers as ground; parameters are for the caller."""
     if isinstance(value, Activation):
         return value
+    if isinstance(value, Buffer):
+        walk.misuse(value, "read beside an activation")
     return grounded(value.shape if isinstance(value, Buffer) else ())
 
 
@@ -112,9 +116,9 @@ def add(walk: Walk, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
         return _bias(walk, x, y)
     if any(isinstance(v, Weight) for v in (x, y)):
         return opaque(walk, x, y, reason="added to a value that is not an activation")
-    a, b = _as_activation(x), _as_activation(y)
-    if a is None or b is None or (a.grounded and b.grounded):
-        return _ground_of(a, b)
+    a, b = _as_activation(walk, x), _as_activation(walk, y)
+    if a.grounded and b.grounded:
+        return _zero(_broadcast(a, b))
     if a.grounded or b.grounded:
         walk.pin([a, b], "added to a value that no scale changes")
         return _zero(_broadcast(a, b))
@@ -137,15 +141,13 @@ def add(walk: Walk, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
 
 def join(walk: Walk, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
     """maximum, minimum: homogeneous where both operands share one scale, like a sum."""
-    return add(walk, x if isinstance(x, Activation) else Activation(), y if isinstance(y, Activation) else Activation())
+    if any(isinstance(v, (Weight, Buffer)) for v in (x, y)):
+        return opaque(walk, x, y)
+    return add(walk, x, y)
 
 
 def _zero(x: Activation) -> Activation:
     return Activation(None if x.ids is None else torch.zeros_like(x.ids), x.shape)
-
-
-def _ground_of(a: Activation | None, b: Activation | None) -> Activation:
-    return _zero(_broadcast(a, b)) if a is not None and b is not None else Activation()
 
 
 def _one_axis(shape: Sequence[int]) -> int | None:
@@ -170,9 +172,7 @@ def mul(walk: Walk, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
         return _diagonal(walk, x, y)
     if any(isinstance(v, Weight) for v in (x, y)):
         return opaque(walk, x, y, reason="multiplied with a value that is not an activation")
-    a, b = _as_activation(x), _as_activation(y)
-    if a is None or b is None:
-        return opaque(walk, x, y)
+    a, b = _as_activation(walk, x), _as_activation(walk, y)
     if not a.grounded and not b.grounded:
         walk.pin([a, b], "the product of two activations")
         return _zero(_broadcast(a, b))
@@ -195,10 +195,22 @@ def _diagonal(walk: Walk, x: Activation, scale: Weight) -> Activation:
 
 
 def div(walk: Walk, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
-    divisor = _as_activation(y) if not isinstance(y, Weight) else None
+    divisor = _as_activation(walk, y) if not isinstance(y, Weight) else None
     if divisor is None or not divisor.grounded or kwargs.get("rounding_mode") is not None:
         return opaque(walk, x, y, reason="divided by a value that has a scale of its own")
     return mul(walk, x, y)
+
+
+def cast(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """to, type_as …: the same values in another floating dtype, anything else rounds."""
+    if not isinstance(x, Activation):
+        return opaque(walk, x, *args, **kwargs)
+    for value in flatten_arguments([args, kwargs]):
+        whole = isinstance(value, torch.dtype) and not (value.is_floating_point or value.is_complex)
+        unknown = isinstance(value, (DType, Weight, Buffer)) or (isinstance(value, Activation) and value.grounded)
+        if whole or unknown:
+            return opaque(walk, x, reason="cast to a dtype that is not known to be floating")
+    return x
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------
@@ -251,7 +263,10 @@ def conv(dims: int, transposed: bool = False) -> Rule:
 def batch_norm(
     walk: Walk, x: Any, weight: Any, bias: Any, mean: Any, var: Any, *args: Any, **kwargs: Any
 ) -> Activation:
-    """The scale of the incoming space is divided out; γ and β write new units (design, Sec. 3)."""
+    """The scale of the incoming space is divided out; γ and β write new units (docs/theory.md, Sec. 1).
+
+    Without an example input, what a linear layer hands to a BatchNorm1d is taken as a matrix.
+    """
     tensors = [t for t in (weight, bias, mean, var) if isinstance(t, (Weight, Buffer))]
     known = all(isinstance(t, Weight) for t in (weight, bias) if t is not None)
     known = known and all(isinstance(t, Buffer) for t in (mean, var) if t is not None)
@@ -281,6 +296,8 @@ def embedding(
     weight, indices = (a, b) if isinstance(a, Weight) else (b, a)
     if not isinstance(weight, Weight) or weight.swap or (isinstance(b, Weight) and max_norm is not None):
         return opaque(walk, a, b, reason="its rows are renormalized, or are not a parameter")
+    if isinstance(indices, Activation):
+        walk.pin(indices, "used as indices")
     head = walk.fresh(weight.shape[1])
     walk.weight(weight, head, torch.zeros(weight.shape[0], dtype=torch.long), 1, swap=True)
     # Indices of unknown rank are taken as (batch, tokens): what reads the result checks the number of channels.
@@ -331,7 +348,10 @@ def reduce(walk: Walk, x: Any, dim: Any = None, keepdim: bool = False, **kwargs:
     if x.spread:
         return opaque(walk, x, reason=UNKNOWN_SIZE)
     rank = len(x.shape)
-    dims = range(rank) if dim is None else {d % rank for d in ((dim,) if isinstance(dim, int) else dim)}
+    given = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    if x.loose and any(d > 0 for d in given):
+        return opaque(walk, x, reason=UNKNOWN_RANK)
+    dims = {d % rank for d in given} if given else range(rank)
     ids, shape = x.ids, list(x.shape)
     for d in dims:
         first = ids.narrow(d, 0, 1)

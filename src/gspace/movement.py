@@ -28,8 +28,34 @@ def _lost(walk: Walk, x: Activation, reason: str, shape: Sizes | None = None) ->
     return grounded(shape)
 
 
-def reshape(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation:
+def _same_batch(x: Activation, size: Any) -> bool:
+    return isinstance(size, Size) and size.batch > 0 and size.batch == x.lead
+
+
+def _vector(w: Weight, operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Weight | None:
+    """A parameter with one long axis stays one value per channel, however it is laid out."""
+    try:
+        moved = operation(torch.empty(w.shape, device="meta"), *args, **kwargs)
+    except (RuntimeError, IndexError, TypeError):
+        return None
+    long = [[s for s in shape if s > 1] for shape in (w.shape, moved.shape)]
+    whole = len(long[0]) == 1 and long[0] == long[1]
+    return Weight(w.name, tuple(moved.shape)) if whole and not w.swap else None
+
+
+def _followed(walk: Walk, w: Weight | Buffer, operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+    """A parameter or buffer that is moved on its way into an operation."""
+    found = _vector(w, operation, *args, **kwargs) if isinstance(w, Weight) else None
+    if found is None:
+        walk.misuse(w, "rearranged on its way into an operation")
+        return Activation()
+    return found
+
+
+def reshape(walk: Walk, x: Any, *sizes: Any, **kwargs: Any) -> Activation:
     """view, reshape: ids are laid out over the full activation, reshaped, and compressed again."""
+    if isinstance(x, (Weight, Buffer)):
+        return _followed(walk, x, torch.reshape, _flat(sizes or tuple(kwargs.values())))
     target = _flat(sizes or tuple(kwargs.values()))
     shape: Sizes = tuple(s if isinstance(s, int) and s >= 0 else None for s in target)
     if x.ids is None or x.shape is None:
@@ -37,10 +63,10 @@ def reshape(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation
     known = [s for s in x.shape[1:] if s is not None]
     if len(known) < len(x.shape) - 1 or x.spread:
         # `x.view(x.size(0), -1)` flattens, whatever the sizes are.
-        keeps_batch = len(target) == 2 and target[0] == Size(batch=True)
+        keeps_batch = len(target) == 2 and _same_batch(x, target[0])
         return flatten(walk, x, 1) if keeps_batch else _lost(walk, x, UNKNOWN_SIZE, shape)
     batch = x.shape[0] or _BATCH
-    concrete = [batch if s == Size(batch=True) else s for s in target]
+    concrete = [batch if _same_batch(x, s) else s for s in target]
     try:
         ids = x.ids.expand(batch, *known).reshape(concrete)
     except (RuntimeError, TypeError):
@@ -50,10 +76,16 @@ def reshape(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation
     return Activation(compress(ids), (x.shape[0], *ids.shape[1:]) if x.shape[0] is None else tuple(ids.shape))
 
 
-def flatten(walk: Walk, x: Activation, start_dim: int = 0, end_dim: int = -1) -> Activation:
+def flatten(walk: Walk, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if isinstance(x, (Weight, Buffer)):
+        return _followed(walk, x, torch.flatten, start_dim, end_dim)
     if x.ids is None or x.shape is None:
         return Activation()
     rank = len(x.shape)
+    if x.loose and (start_dim > 1 or end_dim > 0):
+        return _lost(walk, x, UNKNOWN_RANK)
+    if start_dim == 0 and rank > 1 and x.shape[0] is None:
+        return _lost(walk, x, "flattened together with the batch")
     start, end = start_dim % rank, end_dim % rank
     merged = x.shape[start : end + 1]
     if start == end:
@@ -72,9 +104,9 @@ def flatten(walk: Walk, x: Activation, start_dim: int = 0, end_dim: int = -1) ->
 def rearrange(operation: Callable[..., Tensor]) -> Callable[..., Activation]:
     """permute, transpose, movedim …: the operation applied to the ids and, through a probe, to the sizes."""
 
-    def rule(walk: Walk, x: Activation, *args: Any, **kwargs: Any) -> Activation:
-        if isinstance(x, Weight):
-            return x
+    def rule(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, (Weight, Buffer)):
+            return _followed(walk, x, operation, *args, **kwargs)
         if x.ids is None or x.shape is None:
             return Activation()
         probe = torch.empty([i + 2 for i in range(len(x.shape))], device="meta")
@@ -128,8 +160,7 @@ def index(walk: Walk, x: Any, key: Any) -> Any:
     if isinstance(x, (tuple, list, dict)):
         return x[key]
     if isinstance(x, (Weight, Buffer)):
-        walk.misuse(x, "indexed")
-        return Activation()
+        return _followed(walk, x, lambda t: t[key])
     if not isinstance(x, Activation) or x.ids is None or x.shape is None:
         return Activation()
     keys = list(key) if isinstance(key, tuple) else [key]
@@ -224,7 +255,7 @@ def cat(walk: Walk, values: Sequence[Any], dim: int = 0, **kwargs: Any) -> Activ
     dim = kwargs.get("axis", dim)
     xs = [grounded(v.shape) if isinstance(v, (Weight, Buffer)) else v for v in values]
     for v in values:
-        if isinstance(v, Weight):
+        if isinstance(v, (Weight, Buffer)):
             walk.misuse(v, "concatenated with an activation")
     xs = [x for x in xs if isinstance(x, Activation)]
     if any(x.ids is None or x.shape is None or x.spread for x in xs):

@@ -15,6 +15,7 @@ from gspace.layers import (
     Rule,
     add,
     batch_norm,
+    cast,
     clamp,
     conv,
     div,
@@ -37,7 +38,7 @@ from gspace.layers import (
     same,
     threshold,
 )
-from gspace.spaces import Activation, Buffer, Parts, Size, Walk, Weight
+from gspace.spaces import Activation, Buffer, DType, Parts, Size, Walk, Weight
 
 # Sizes ----------------------------------------------------------------------------------------------------------------
 
@@ -50,7 +51,7 @@ def size(walk: Walk, x: Any, dim: int | None = None) -> Any:
     elif not isinstance(x, Activation) or x.shape is None:
         return Size() if dim is not None else Parts(Activation())
     else:
-        sizes = tuple(Size(batch=d == 0) if s is None else s for d, s in enumerate(x.shape))
+        sizes = tuple(Size(x.lead if d == 0 else 0) if s is None else s for d, s in enumerate(x.shape))
     return sizes if dim is None else sizes[dim]
 
 
@@ -61,7 +62,7 @@ def attribute(walk: Walk, x: Any, name: str) -> Any:
         "mT": lambda w, v: movement.transpose(w, v, -1, -2),
         "data": same,
         "device": lambda w, v: None,
-        "dtype": lambda w, v: None,
+        "dtype": lambda w, v: None if isinstance(v, Activation) and not v.grounded else DType(),
         "ndim": lambda w, v: len(v.shape) if v.shape else Size(),
         "requires_grad": lambda w, v: None,
     }
@@ -73,10 +74,8 @@ def attribute(walk: Walk, x: Any, name: str) -> Any:
 POINTWISE = (
     "relu leaky_relu rrelu abs neg positive dropout dropout1d dropout2d dropout3d feature_dropout native_dropout"
 )
-COPIES = (
-    "contiguous clone detach alias lift_fresh_copy to _to_copy type_as "
-    "float double half bfloat16 cuda cpu requires_grad_"
-)
+COPIES = "contiguous clone detach alias lift_fresh_copy float double half bfloat16 cuda cpu requires_grad_"
+CASTS = "to _to_copy type_as"
 INHOMOGENEOUS = (
     "relu6 hardtanh gelu silu mish elu selu celu tanh sigmoid softplus softsign tanhshrink hardswish hardsigmoid "
     "logsigmoid log_sigmoid hardshrink softshrink exp log log1p sqrt rsqrt pow square sin cos erf softmax "
@@ -90,6 +89,7 @@ INPLACE = {*POINTWISE.split(), *INHOMOGENEOUS.split(), "add", "sub", "mul", "div
 FUNCTIONS: dict[str, Rule] = {
     **dict.fromkeys(POINTWISE.split(), same),
     **dict.fromkeys(COPIES.split(), same),
+    **dict.fromkeys(CASTS.split(), cast),
     **dict.fromkeys(INHOMOGENEOUS.split(), pinned),
     **dict.fromkeys(LIKE.split(), like),
     **dict.fromkeys("add iadd sub isub".split(), add),

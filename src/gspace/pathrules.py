@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gspace.layers import NOT_HOMOGENEOUS, flatten_arguments
-from gspace.operations import COPIES, LIKE, POINTWISE
+from gspace.operations import CASTS, COPIES, LIKE, POINTWISE
 
 
 class PathError(ValueError):
@@ -322,7 +322,7 @@ _MOVES = (
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(POINTWISE.split(), same),
-    **dict.fromkeys(COPIES.split(), copied),
+    **dict.fromkeys([*COPIES.split(), *CASTS.split()], copied),
     **dict.fromkeys([*LIKE.split(), "size", "sym_size", "dim"], read),
     **dict.fromkeys(_MOVES.split(), moved),
     **dict.fromkeys("add iadd sub isub maximum minimum".split(), add),

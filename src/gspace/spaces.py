@@ -26,12 +26,14 @@ class Activation:
         shape: Sizes of the activation, None where unknown; None if the rank is.
         spread: Each id stands for an unknown number of neighbours along the last dimension (a flattened map).
         loose: There may be more dimensions in front: a symbolic trace does not know the rank of its inputs.
+        lead: Which unknown leading size it has: two activations with the same number have the same batch.
     """
 
     ids: Tensor | None = None
     shape: Sizes | None = None
     spread: bool = False
     loose: bool = False
+    lead: int = 0
 
     @property
     def grounded(self) -> bool:
@@ -57,9 +59,14 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Size:
-    """A size read from an activation that is not known as a number; `batch` if it is the unknown leading one."""
+    """A size read from an activation that is not known as a number; `batch` is its `lead` if it is the leading one."""
 
-    batch: bool = False
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class DType:
+    """The dtype of a value of which only the trace with an example input knows it."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +125,16 @@ class Walk:
     operation: str = ""
     where: str = ""
     position: int = 0
+    leads: int = 0
 
     def at(self, operation: str, node: fx.Node, where: str) -> None:
         """Sets what the next pins are blamed on."""
         self.operation, self.where = operation, where or node.name
+
+    def lead(self) -> int:
+        """A leading size that is no other's."""
+        self.leads += 1
+        return self.leads
 
     def fresh(self, n: int) -> Tensor:
         ids = torch.arange(self.count, self.count + n)

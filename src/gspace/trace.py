@@ -6,7 +6,9 @@ rules of `operations.py` read either. A model is traced in training and in evalu
 """
 
 import inspect
+import operator
 import random
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -67,7 +69,6 @@ def trace(model: nn.Module, example_input: Inputs | None = None) -> list[Traced]
         with _mode(model, training):
             one = _trace_once(model, example_input)
         signature = tuple(f"{n.op} {n.target} {n.args} {n.kwargs}" for n in one.graph.nodes)
-        # Dropout and BatchNorm carry the mode as an argument in exported graphs: what differs is harmless.
         if signature not in seen:
             seen.add(signature)
             traced.append(one)
@@ -132,7 +133,7 @@ def _symbolic(model: nn.Module, example_input: Inputs | None) -> Traced:
     else:
         keys = list(kwargs) or list(range(len(args)))
     shell = _Shell(model, keys, by_name=bool(kwargs))
-    with _no_draws():
+    with _no_draws(), _differentiable(model):
         graph = _Tracer().trace(shell)
     return Traced(graph, shell, prefix="model")
 
@@ -140,18 +141,51 @@ def _symbolic(model: nn.Module, example_input: Inputs | None) -> Traced:
 @contextmanager
 def _no_draws() -> Iterator[None]:
     """Refuses a forward pass that draws numbers while it is traced: it would be followed along one draw only."""
-    states = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    states = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state(legacy=False)
     try:
         yield
-        drawn = not torch.equal(torch.get_rng_state(), states[0]) or random.getstate() != states[1]
+        after = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state(legacy=False)
     finally:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
-    if drawn:
+        if numpy:
+            numpy.random.set_state(states[2])
+    if str(after) != str(states) or not torch.equal(after[0], states[0]):
         raise TraceError(
             "the forward pass draws random numbers outside the graph, so other draws may take other branches; "
             "draw them from an activation (torch.rand_like) or switch the randomness off"
         )
+
+
+@contextmanager
+def _differentiable(model: nn.Module) -> Iterator[None]:
+    """Records where constants come from: a value computed from parameters while tracing has a gradient."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point() and p.is_leaf]
+    try:
+        with torch.enable_grad():
+            for p in frozen:
+                p.requires_grad_(True)
+            yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+
+
+class _Proxy(fx.Proxy):
+    """Keeps `y *= z` apart from `y = y * z`: other names of y change too."""
+
+    def __iadd__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
+
+    def __isub__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.isub, (self, other), {})
+
+    def __imul__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.imul, (self, other), {})
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
 
 
 class _Tracer(fx.Tracer):
@@ -160,6 +194,9 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
         return type(m).__module__.startswith(("torch.nn", "torch.ao")) and not isinstance(m, containers)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inner = unwrap(m)
@@ -170,7 +207,7 @@ def _propagate_shapes(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, A
     """Writes `node.meta["val"]` by running the graph on the meta device: no memory, no arithmetic, no side effect."""
 
     def meta(x: Any) -> Any:
-        return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
+        return torch.utils._pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), x)
 
     class Run(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
@@ -198,7 +235,10 @@ def _propagate_shapes(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     try:
-        program = torch.export.export(model, args, kwargs, strict=False)
+        with _no_draws():
+            program = torch.export.export(model, args, kwargs, strict=False)
+    except TraceError:
+        raise
     except Exception as error:
         raise TraceError(
             f"cannot follow {_where(error)}: {_first_line(error)}\n"

@@ -16,6 +16,8 @@ from gspace.operations import FUNCTIONS, INPLACE, MODULES
 from gspace.spaces import Activation, Buffer, Parts, Walk, Weight, grounded
 from gspace.trace import Traced
 
+# F.threshold calls itself so; `y += z` is an addition that also writes.
+_ALIASES = {"_threshold": "threshold", "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}
 _NAMESPACES = (torch, F, operator, builtins, torch.special)
 
 
@@ -31,7 +33,7 @@ def canonical(target: Any) -> str:
         name = getattr(target, "__name__", str(target))
         if not any(getattr(space, name, None) is target for space in _NAMESPACES):
             return f"{getattr(target, '__module__', '')}.{name}"
-    name = {"_threshold": "threshold"}.get(name, name)  # what F.threshold calls itself
+    name = _ALIASES.get(name, name)
     base = name.removesuffix("_")
     return base if base in INPLACE else name
 
@@ -73,6 +75,8 @@ class Walker:
             return tensor
         name = self.names.get(id(tensor))
         if name is None:
+            for leaf in (self._tensor(t) for t in _behind(tensor)):
+                opaque(self.walk, leaf, reason="read while the model was traced")
             return grounded(tensor.shape)
         return (Weight if isinstance(tensor, nn.Parameter) else Buffer)(name, tuple(tensor.shape))
 
@@ -95,9 +99,25 @@ class Walker:
         leaves = flatten_arguments([args, kwargs])
         if hook is not None:
             return opaque(self.walk, *args, reason=hook, **_renamed(kwargs))
+        if kwargs.get("out") is not None:
+            return opaque(self.walk, *args, reason="it writes into another tensor (out=)", **_renamed(kwargs))
         if not any(isinstance(leaf, (Activation, Weight, Buffer)) or not _plain(leaf) for leaf in leaves):
             return _evaluate(node, args, kwargs)
-        return self._apply(name, args, kwargs)
+        result = self._apply(name, args, kwargs)
+        return self._written(args[0], result) if args and _in_place(node.target) else result
+
+    def _written(self, old: Any, new: Any) -> Any:
+        """The result of an operation in place. Other names of the tensor keep its old space: it must not change."""
+        reason = "written in place, so that other names of it change too"
+        if isinstance(old, (Weight, Buffer)):
+            return opaque(self.walk, old, new, reason=reason)
+        if not (isinstance(old, Activation) and isinstance(new, Activation)):
+            return new
+        # A rule that returns ground has pinned what it read.
+        same = (
+            old.ids is not None and new.ids is not None and torch.equal(old.ids, new.ids) and old.spread == new.spread
+        )
+        return new if same or new.grounded else opaque(self.walk, old, new, reason=reason)
 
     def _module(
         self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any, stack: list[str], hook: str | None
@@ -122,18 +142,25 @@ class Walker:
             return opaque(self.walk, *args, **_renamed(kwargs))
         try:
             result = rule(self.walk, *args, **{("x" if k == "input" else k): v for k, v in kwargs.items()})
-        except (TypeError, AttributeError, IndexError, KeyError):  # a call the rule was not written for: never guess
+        except (
+            TypeError,
+            AttributeError,
+            IndexError,
+            KeyError,
+            ValueError,
+            RuntimeError,
+        ):  # a call the rule was not written for: never guess
             return opaque(self.walk, *args, reason="called in a way no rule is known for", **_renamed(kwargs))
-        loose = any(isinstance(v, Activation) and v.loose for v in flatten_arguments([args, kwargs]))
-        # A convolution fixes the rank of what it returns; everything else hands the doubt on.
-        return _loosened(result) if loose and not name.startswith("conv") else result
+        inputs = [v for v in flatten_arguments([args, kwargs]) if isinstance(v, Activation)]
+        lead = next((v.lead for v in inputs if v.lead), 0) or self.walk.lead()
+        return _inherit(result, any(v.loose for v in inputs), lead)
 
     def _opaque_module(self, module: nn.Module, args: Any, kwargs: Any, hook: str | None) -> Activation:
         """A leaf without a rule: everything it holds is pinned, but for the hidden units of a ReLU feed-forward."""
         inside = [self._tensor(t) for t in (*module.parameters(), *module.buffers())]
         free: set[str] = set()
         for m in module.modules() if hook is None else ():
-            if type(m) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer) and _is_relu(m.activation):
+            if _has_plain_feed_forward(m):
                 held: list[Any] = [m.linear1, m.linear2]
                 (w1, b1), (w2, b2) = ((self._tensor(layer.weight), self._tensor(layer.bias)) for layer in held)
                 hidden = linear(self.walk, Activation(), w1, b1)
@@ -164,12 +191,20 @@ class Walker:
         return replace(result, ids=ids, shape=shape, spread=False, loose=False)
 
 
-def _loosened(result: Any) -> Any:
+def _inherit(result: Any, loose: bool, lead: int) -> Any:
+    """A result has the batch of its inputs, and the doubt about their rank."""
     if isinstance(result, Activation):
-        return replace(result, loose=True)
+        return replace(result, loose=loose or result.loose, lead=lead) if result.ids is not None else result
     if isinstance(result, Parts):
-        return Parts(replace(result.part, loose=True))
-    return type(result)(_loosened(r) for r in result) if isinstance(result, (tuple, list)) else result
+        return Parts(_inherit(result.part, loose, lead))
+    return type(result)(_inherit(r, loose, lead) for r in result) if isinstance(result, (tuple, list)) else result
+
+
+def _in_place(target: Any) -> bool:
+    raw = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if isinstance(target, torch._ops.OpOverload):
+        raw = target._schema.name
+    return (raw.endswith("_") and not raw.endswith("__")) or raw in ("iadd", "isub", "imul", "itruediv")
 
 
 def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -188,5 +223,25 @@ def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> Any:
     return Activation()
 
 
-def _is_relu(activation: Any) -> bool:
-    return activation in (F.relu, torch.relu) or type(activation) is nn.ReLU
+def _has_plain_feed_forward(m: Any) -> bool:
+    """A Transformer layer of torch whose linear1 → ReLU → dropout → linear2 nobody has changed."""
+    if type(m) not in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+        return False
+    parts = (m, m.linear1, m.dropout, m.linear2)
+    types = [type(part) for part in parts[1:]] == [nn.Linear, nn.Dropout, nn.Linear]
+    untouched = not any(p._forward_hooks or p._forward_pre_hooks or "forward" in vars(p) for p in parts)
+    return types and untouched and (m.activation in (F.relu, torch.relu) or type(m.activation) is nn.ReLU)
+
+
+def _behind(tensor: Tensor) -> list[Tensor]:
+    """The leaves that a constant was computed from."""
+    leaves, seen, todo = [], set(), [tensor.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        todo += [parent for parent, _ in node.next_functions]
+    return leaves

@@ -1,0 +1,171 @@
+"""Tensors that change or move behind the graph's back: writes in place, rearranged parameters, casts, hidden reads.
+
+Each network is rescaled by what `analyze` leaves, with and without an example input; its output must not move.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gspace
+from invariance import rescaling_change
+from parts import EXACT, Net
+
+N, WIDTH = 4, 8
+VECTORS = (torch.randn(N, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+SQUARE = (torch.randn(N, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+TOKENS = (torch.randn(N, WIDTH, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+IMAGES = (torch.randn(N, 3, 10, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+VIDEO = (torch.randn(N, 3, 2, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+
+Forward = Callable[[Any, Tensor], Any]
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(1)))
+
+
+def _gate_written(s: Any, x: Tensor) -> Tensor:
+    gate = torch.sigmoid(s.b(x))
+    gate.mul_(F.relu(s.a(x)))
+    return s.c(gate)
+
+
+def _scaled_in_place(s: Any, x: Tensor) -> Tensor:
+    h = s.a(x)
+    h.mul_(s.g)
+    return s.c(F.relu(h))
+
+
+def _ground_written(s: Any, x: Tensor) -> Tensor:
+    m = torch.ones_like(s.a(x))
+    m.mul_(F.relu(s.a(x)))
+    return s.c(m)
+
+
+def _augmented(s: Any, x: Tensor) -> Tensor:
+    g = torch.sigmoid(s.b(x))
+    y = g
+    y *= F.relu(s.a(x))
+    return s.c(g)
+
+
+def _through_a_view(s: Any, x: Tensor) -> Tensor:
+    h = F.relu(s.a(x))
+    h.view(-1, 2, 4).mul_(s.q)
+    return s.c(h)
+
+
+def _through_a_part(s: Any, x: Tensor) -> Tensor:
+    h = F.relu(s.a(x))
+    u, _ = h.chunk(2, 1)
+    u.mul_(s.g4)
+    return s.c(h)
+
+
+def _through_data(s: Any, x: Tensor) -> Tensor:
+    h = F.relu(s.a(x))
+    h.data.mul_(s.g)
+    return s.c(h)
+
+
+def _two_batches(s: Any, x: Tensor) -> Tensor:
+    f, h = F.relu(s.k(x[:, 0])), F.relu(s.k(x.flatten(0, 1)))
+    return s.o(h.view(f.size(0), -1)) + s.p(f.flatten(1))
+
+
+NETWORKS: dict[str, tuple[Forward, tuple[Tensor, ...]]] = {
+    "scaled in place": (_scaled_in_place, VECTORS),
+    "a gate written in place": (_gate_written, VECTORS),
+    "ground written in place": (_ground_written, VECTORS),
+    "augmented assignment to an alias": (_augmented, VECTORS),
+    "written through a view": (_through_a_view, VECTORS),
+    "written through a part": (_through_a_part, VECTORS),
+    "written through .data": (_through_data, VECTORS),
+    "out=": (lambda s, x: (g := torch.sigmoid(s.b(x)), torch.mul(g, F.relu(s.a(x)), out=g), s.c(g))[2], VECTORS),
+    "a permuted weight": (lambda s, x: s.c(F.relu(F.linear(F.relu(s.a(x)), s.w.permute(1, 0)))), VECTORS),
+    "a weight with its axes moved": (lambda s, x: s.c(F.relu(F.linear(F.relu(s.a(x)), s.w.movedim(0, 1)))), VECTORS),
+    "a bias along the tokens": (lambda s, x: s.c(F.relu(s.a(x) + s.g.unsqueeze(-1))), TOKENS),
+    "a scale along the tokens": (lambda s, x: s.c(F.relu(s.a(x) * s.g.unsqueeze(-1))), TOKENS),
+    "a layer scale": (lambda s, x: s.o(F.relu(s.k(x) * s.g[:4, None, None]).flatten(1)), IMAGES),
+    "a mean over a third dimension": (lambda s, x: s.c(F.relu(s.a(x)).mean(2)), TOKENS),
+    "a maximum over a third dimension": (lambda s, x: s.c(F.relu(s.a(x)).amax(2)), TOKENS),
+    "a convolution over tokens": (
+        lambda s, x: s.d(F.relu(s.t(F.relu(s.a(x)).transpose(-1, -2))).mean(1)),
+        TOKENS,
+    ),
+    "rounded by a cast": (lambda s, x: s.c((F.relu(s.a(x)) * 4).to(torch.int32).to(torch.float64)), VECTORS),
+    "cast to the type of indices": (lambda s, x: s.c((F.relu(s.a(x)) * 4).type_as(s.i).to(torch.float64)), VECTORS),
+    "used as an index": (lambda s, x: s.c(s.e((F.relu(s.a(x)).amax(-1) * 3).clamp(0, 8).to(torch.long))), VECTORS),
+    "a penalty on all parameters": (
+        lambda s, x: torch.cat([s.c(F.relu(s.a(x))), sum((p**2).sum() for p in s.parameters()).expand(N, 1)], 1),
+        VECTORS,
+    ),
+    "a maximum with a bias": (lambda s, x: torch.maximum(s.f(F.relu(s.a(x))), s.a.bias), VECTORS),
+    "a value in a new tensor": (lambda s, x: s.c(F.relu(s.a(x))) + x.new_full((1,), 1.0) * s.a.bias.sum(), VECTORS),
+    "the batch of another activation": (_two_batches, VIDEO),
+    "flattened tokens": (lambda s, x: s.l(F.relu(s.a(x)).flatten(1, 2)), TOKENS),
+}
+
+
+def _build(forward: Forward) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(
+        forward,
+        a=nn.Linear(5, WIDTH),
+        b=nn.Linear(5, WIDTH),
+        c=nn.Linear(WIDTH, 3),
+        d=nn.Linear(WIDTH, 3),
+        e=nn.Embedding(9, WIDTH),
+        f=nn.Linear(WIDTH, WIDTH),
+        l=nn.Linear(WIDTH * WIDTH, 3),
+        k=nn.Conv2d(3 if forward is not _two_batches else 2, 4, 3),
+        t=nn.Conv1d(WIDTH, WIDTH, 1),
+        o=nn.Linear(256 if forward is not _two_batches else 48, 3),
+        p=nn.Linear(16, 3),
+        g=_parameter(WIDTH),
+        g4=_parameter(4),
+        q=_parameter(2, 1),
+        w=_parameter(WIDTH, WIDTH),
+        i=nn.Parameter(torch.zeros(1, dtype=torch.long), requires_grad=False),
+    ).double()
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["symbolic", "example"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_nothing_changes_behind_the_graph(name: str, known: bool) -> None:
+    forward, inputs = NETWORKS[name]
+    model = _build(forward)
+    with torch.no_grad():
+        model(*inputs)
+    try:
+        found = gspace.analyze(model, inputs if known else None)
+    except gspace.TraceError:
+        return
+    assert rescaling_change(model, inputs, found) < EXACT
+
+
+def test_a_changed_transformer_layer_is_pinned() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    assert gspace.analyze(layer).H == 16
+    layer.linear1.register_forward_hook(lambda module, args, output: torch.tanh(output))
+    assert gspace.analyze(layer).H == 0
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    layer.dropout = nn.Tanh()  # type: ignore[assignment]
+    assert gspace.analyze(layer).H == 0
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])
+def test_a_branch_on_a_draw_is_refused(draw: Callable[[], float]) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = F.relu(s.a(x))
+        return s.c(h) if draw() < 0.5 else s.d(h)
+
+    with pytest.raises(gspace.TraceError, match="random"):
+        gspace.analyze(_build(forward))
