@@ -163,11 +163,14 @@ def analyze(
 
     Args:
         model: Any module; wrappers (`DataParallel`, `torch.compile`) are looked through.
-        example_input: A batch the model accepts (tensor, tuple or dict). Without one, symbolic tracing follows the
-            model with unknown sizes, inputs taken as batched; with one, sizes are known, and `torch.export` follows
-            what symbolic tracing cannot.
+        example_input: A batch the model accepts (tensor, tuple or dict). With one, sizes are known, and
+            `torch.export` follows what symbolic tracing cannot. Without one, three things are taken for granted:
+            images come in batches, what a linear layer hands to a BatchNorm1d is a matrix, and what an Embedding
+            reads is (batch, tokens). Pass one if that is not so.
         residual: "pin" grounds both operands of an addition, the paper's choice; "tie" gives them one scale.
         pin: Names of modules whose output units are pinned.
+
+    Control flow is followed once per mode: a branch on a draw from a generator of the model's own is not noticed.
 
     Raises:
         TraceError: The forward pass cannot be followed; the message names the line and the way out.
@@ -192,9 +195,10 @@ def analyze(
 
 
 def _known(pin: Iterable[str], modules: dict[str, nn.Module]) -> set[str]:
-    names = {
-        name.removeprefix("module.").removeprefix("_orig_mod.") for name in ([pin] if isinstance(pin, str) else pin)
-    }
+    listed = [pin] if isinstance(pin, str) else list(pin)
+    if not all(isinstance(name, str) for name in listed):
+        raise TypeError(f"pin takes names of modules, got {listed!r}")
+    names = {name.removeprefix("module.").removeprefix("_orig_mod.") for name in listed}
     for name in names - modules.keys():
         close = difflib.get_close_matches(name, modules)
         raise ValueError(f"pin: the model has no module {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))

@@ -45,6 +45,8 @@ class Scales:
 
     def __matmul__(self, other: "Scales") -> "Scales":
         """g_a ∘ g_b = g_(a·b)."""
+        if not isinstance(other, Scales):
+            return NotImplemented
         if len(self) != len(other):
             raise ValueError(f"cannot compose scales of {len(self)} and of {len(other)} units")
         return Scales(self.values * other.values)
@@ -111,6 +113,10 @@ def rescale_(
 
 def _apply(model: nn.Module, analysis: Analysis, c: Tensor) -> None:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for e in analysis.edges:
+        size = e.head.numel() * e.tail.shape[1]
+        if e.name not in parameters or parameters[e.name].numel() % max(size, 1):
+            raise ValueError(f"the analysis is of another model: this one has no parameter {e.name!r} of that size")
     changes: list[tuple[Tensor, Tensor]] = []
     for e in analysis.edges:
         view = e.view(parameters[e.name].detach())

@@ -66,6 +66,8 @@ def build_skeleton(
         trained: Names of the parameters that are trained (default: those that require a gradient). A unit that
             touches any other parameter is left out, as is one without a non-zero weight on both sides.
     """
+    if choice not in ("aligned", "pivoted"):
+        raise ValueError(f"choice must be 'aligned' or 'pivoted', got {choice!r}")
     weights = dict(model.named_parameters())
     if trained is None:
         trained = {name for name, p in weights.items() if p.requires_grad}
