@@ -1,0 +1,248 @@
+"""Which implementation takes the steps of GSGD, and what it needs to be handed each time.
+
+`step.py` is the definition. The same two passes exist fused, for a GPU (`launch.py`, Triton) and for a CPU
+(`native.py`, C, where there is a compiler), and in few operations for a CPU (`foreach.py`). `fused=` and `foreach=`
+choose as they do in torch.optim: None takes the best that is available, `fused=True` insists, `foreach=False` is the
+definition, one weight after the other. What fits none of them (mixed dtypes, weights with gaps in memory) is left to
+the definition too.
+"""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gspace import foreach, native
+from gspace.base import GSpaceOptimizer
+from gspace.tables import Groups, Network, Tile, is_dense
+
+if TYPE_CHECKING:
+    from gspace.optim import GSGD
+
+
+class Way(Protocol):
+    """One implementation, bound to the parameters of an optimizer.
+
+    `step` moves weights, momentum buffers and coordinates in place. It says False, and has moved nothing, if a gradient
+    is not finite; on a GPU only the device knows, and nothing moves there. Without momentum there is no `root_buffer`.
+    """
+
+    def step(
+        self,
+        groups: Groups,
+        grads: Sequence[Tensor | None],
+        buffers: Sequence[Tensor | None],
+        fresh: Sequence[bool],
+        incoming: Tensor,
+        outgoing: Tensor,
+        root_buffer: Tensor | None,
+        root_fresh: bool,
+    ) -> bool: ...
+
+
+def step(optimizer: "GSGD") -> bool:
+    """Takes a step for `optimizer`; False if that is left to the definition."""
+    if torch.compiler.is_compiling():
+        return False
+    bound = bind(optimizer)
+    return isinstance(bound, Bound) and bound.step(optimizer)
+
+
+def checks(optimizer: "GSGD") -> bool:
+    """Whether the step itself finds out that a gradient is not finite."""
+    if torch.compiler.is_compiling():
+        return False
+    bound = bind(optimizer)
+    return isinstance(bound, Bound) and bound.complete
+
+
+def bind(optimizer: "GSGD") -> "Bound | str":
+    """The way of `optimizer`, or why there is none. Kept until its parameters move."""
+    bound = optimizer.__dict__.get("_fast")
+    if bound is None or (isinstance(bound, Bound) and bound.moved()):
+        bound = optimizer._fast = _choose(optimizer)
+    return bound
+
+
+def _choose(optimizer: "GSGD") -> "Bound | str":
+    foreach_wanted, fused_wanted = ([group[key] for group in optimizer.param_groups] for key in ("foreach", "fused"))
+    if any(fused_wanted):
+        tries = [_triton, _native]
+    elif False in foreach_wanted:
+        return "foreach=False"
+    else:
+        tries = [_foreach] if any(foreach_wanted) or False in fused_wanted else [_triton, _native, _foreach]
+    reasons = []
+    for attempt in tries:
+        found = attempt(optimizer)
+        if isinstance(found, Bound):
+            return found
+        reasons.append(found)
+    if any(fused_wanted) and optimizer._layers:
+        raise RuntimeError(f"fused=True, but {', and '.join(reasons)}. Leave fused=None to take what is available.")
+    return "; ".join(reasons)
+
+
+def _triton(optimizer: "GSGD") -> "Bound | str":
+    weights = optimizer._weights
+    if not weights or weights[0].device.type != "cuda":
+        return "no parameter on a GPU touches a unit"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    from gspace import launch
+
+    reason = launch.refusal(optimizer._layers, weights, optimizer.batch_norm)
+    return reason or _tabulate(optimizer, launch.FusedStep, Tile(), launch.FOLD)
+
+
+def _native(optimizer: "GSGD") -> "Bound | str":
+    reason = native.refusal(optimizer._layers, optimizer._weights, optimizer.batch_norm)
+    return reason or _tabulate(optimizer, native.NativeStep, native.TILE, native.FOLD)
+
+
+def _foreach(optimizer: "GSGD") -> "Bound | str":
+    o = optimizer
+    spread = o.allocation == "spread"
+    reason = foreach.refusal(o._layers, o._weights, spread=spread, max_path_grad_norm=o.max_path_grad_norm)
+    if reason:
+        return reason
+    way = foreach.ForeachStep(
+        o._layers,
+        o._weights,
+        o._layer_group,
+        o._root,
+        o._unit_group,
+        *o._last,
+        rule=o.batch_norm,
+        max_ratio=o.max_ratio,
+        max_drift=o.max_drift,
+    )
+    return Bound(o, way, o._weights, o._layer_group, o._outside)
+
+
+def _tabulate(optimizer: "GSGD", way: Callable[[Network], Way], tile: Tile, fold_items: int) -> "Bound":
+    o = optimizer
+    home = o._weights[0].device, o._weights[0].dtype
+    outside = [(p, g) for g, some in enumerate(o._outside) for p in some if (p.device, p.dtype) == home and is_dense(p)]
+    taken = {id(p) for p, _ in outside}
+    rest = [[p for p in some if id(p) not in taken] for some in o._outside]
+    groups = [*o._layer_group, *(g for _, g in outside)]
+    network = Network(
+        o._layers,
+        o._weights,
+        [p for p, _ in outside],
+        groups,
+        o._root,
+        o._unit_group,
+        *o._last,
+        rule=o.batch_norm,
+        spread=o.allocation == "spread",
+        max_ratio=o.max_ratio,
+        max_drift=o.max_drift,
+        max_path_grad_norm=o.max_path_grad_norm,
+        tile=tile,
+        fold_items=fold_items,
+    )
+    return Bound(o, way(network), network.parameters, groups, rest)
+
+
+class Bound:
+    """A way, and the parameters it moves.
+
+    Args:
+        parameters: Those that touch units, and perhaps others.
+        groups: Their parameter groups.
+        rest: The other parameters of each group: torch's own step.
+    """
+
+    def __init__(
+        self, optimizer: "GSGD", way: Way, parameters: Sequence[Tensor], groups: Sequence[int], rest: list[list[Tensor]]
+    ) -> None:
+        self.way, self.parameters, self.groups, self.rest = way, list(parameters), list(groups), rest
+        self.units = len(optimizer._weights)
+        self.known = [(p.data_ptr(), p.stride(), p.dtype) for p in parameters]
+        self.nothing: list[Tensor | None] = [None] * len(parameters)
+        self.never = [False] * len(parameters)
+        self.complete = optimizer.incoming.device.type == "cpu" and not any(rest)
+
+    def moved(self) -> bool:
+        return any(p.data_ptr() != at for p, (at, _, _) in zip(self.parameters, self.known, strict=True))
+
+    def step(self, optimizer: "GSGD") -> bool:
+        grads = self._grads()
+        if grads is None:
+            return False
+        groups = optimizer.param_groups
+        buffers, fresh, root_fresh = self.nothing, self.never, False
+        root_buffer: Tensor | None = None
+        if any(group["momentum"] != 0 for group in groups):
+            buffers, fresh = self._buffers(optimizer, grads)
+            root_fresh = "momentum_buffer" not in optimizer._root_state
+            if root_fresh:
+                optimizer._root_state["momentum_buffer"] = torch.zeros_like(optimizer.incoming)
+            root_buffer = optimizer._root_state["momentum_buffer"]
+        taken = self.way.step(
+            groups, grads, buffers, fresh, optimizer.incoming, optimizer.outgoing, root_buffer, root_fresh
+        )
+        if not taken:
+            self._forget(optimizer, fresh, root_fresh)
+            GSpaceOptimizer._refuse_non_finite(optimizer)
+            return False  # every gradient is finite, but a sum of w·g is not
+        optimizer._mark()
+        for group, some in zip(groups, self.rest, strict=True):
+            optimizer._step_outside(group, some)
+        return True
+
+    def _grads(self) -> list[Tensor | None] | None:
+        """Gradients that lie in memory like their parameters; None if the definition must see to them."""
+        grads: list[Tensor | None] = []
+        some = False
+        for i, (p, (_, stride, dtype)) in enumerate(zip(self.parameters, self.known, strict=True)):
+            g = p.grad
+            if g is not None:
+                if g.is_sparse:
+                    return None
+                if g.stride() != stride or g.dtype != dtype:
+                    g = _like(p, g)
+                some = some or i < self.units
+            grads.append(g)
+        return grads if some else None
+
+    def _buffers(self, optimizer: "GSGD", grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[bool]]:
+        buffers: list[Tensor | None] = []
+        fresh = []
+        for i, (p, g, group) in enumerate(zip(self.parameters, grads, self.groups, strict=True)):
+            has = optimizer.param_groups[group]["momentum"] != 0 and (i < self.units or g is not None)
+            buffer = optimizer.state[p].get("momentum_buffer") if has else None
+            fresh.append(has and buffer is None)
+            if has:
+                buffer = torch.empty_like(p) if buffer is None else _like(p, buffer)
+                optimizer.state[p]["momentum_buffer"] = buffer
+            buffers.append(buffer)
+        return buffers, fresh
+
+    def _forget(self, optimizer: "GSGD", fresh: Sequence[bool], root_fresh: bool) -> None:
+        """Buffers made for a step that was not taken."""
+        for p, new in zip(self.parameters, fresh, strict=True):
+            if new:
+                del optimizer.state[p]["momentum_buffer"]
+        if root_fresh:
+            del optimizer._root_state["momentum_buffer"]
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """`value` with the strides and dtype of the parameter; strides of dimensions of size 1 mean nothing."""
+    if value.dtype == parameter.dtype:
+        strides = zip(parameter.shape, parameter.stride(), value.stride(), strict=True)
+        if all(size == 1 or mine == other for size, mine, other in strides):
+            return value
+    return torch.empty_like(parameter).copy_(value)
+
+
+def skipped_steps(optimizer: Any) -> int:
+    """How many steps a GPU has not taken because a gradient was not finite. Waits for the device."""
+    bound = optimizer.__dict__.get("_fast")
+    flags = getattr(bound.way, "flags", None) if isinstance(bound, Bound) else None
+    return int(flags[2]) if flags is not None else 0

@@ -1,0 +1,411 @@
+"""One step on a CPU in few operations: the mathematics of `step.py` for small networks, where each operation counts.
+
+Products w·g of all small weights lie side by side in one scratch vector: all their skeleton entries are one gather, the
+sums of layers of equal shape are one reduction, and everything between the two passes is arithmetic on vectors of roots
+or units. A weight is then updated in place by two operations, a large one block by block, so that each block is read
+from memory once per pass. Skeleton entries are kept in one vector (free ones never change, trained ones follow the path
+ratios) and written back, never read.
+
+Shapes: a unit vector is `(H + 1,)`; a vector of roots is `(roots + 1,)`, its last entry stands for what has no root.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspace.step import BatchNormRule, Layer, row_norms
+from gspace.tables import Groups
+
+BLOCK = 1 << 16  # elements of a weight that stay in the cache between two operations
+
+
+def refusal(
+    layers: Sequence[Layer], weights: Sequence[Tensor], *, spread: bool, max_path_grad_norm: float | None
+) -> str | None:
+    """Why this way is not open, None if it is."""
+    if not layers:
+        return "no parameter touches a unit"
+    if any(w.device.type != "cpu" for w in weights):
+        return "parameters are not on a CPU"
+    if len({w.dtype for w in weights}) > 1 or weights[0].dtype not in (torch.float32, torch.float64):
+        return "parameters differ in dtype, or are narrower than float32"
+    if spread or max_path_grad_norm is not None:
+        return "free weights that move, and clipping, take other sums"
+    return None
+
+
+class Entries(NamedTuple):
+    """Skeleton entries of one layer.
+
+    Attributes:
+        layer: Which one.
+        place: Their flat index in the parameter.
+        norm: Flat index of their row norms.
+        value: Their values, a part of one vector.
+        flow: Their w·g, a part of one vector.
+    """
+
+    layer: int
+    place: Tensor
+    norm: Tensor
+    value: Tensor
+    flow: Tensor
+
+
+class ForeachStep:
+    """One step on the parameters that touch units; free weights stay fixed.
+
+    Args:
+        layers, weights: Parameters that touch units, one dtype, on the CPU.
+        groups: Parameter group of each.
+        root: Root of each unit.
+        unit_group: Parameter group of in(r) of each root r.
+        ratio, raw: Where path ratios are left, bounded and not.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        weights: Sequence[Tensor],
+        groups: Sequence[int],
+        root: Tensor,
+        unit_group: Tensor,
+        ratio: Tensor,
+        raw: Tensor,
+        *,
+        rule: BatchNormRule,
+        max_ratio: float,
+        max_drift: float,
+    ) -> None:
+        self.layers, self.weights, self.groups, self.rule = list(layers), list(weights), list(groups), rule
+        self.max_ratio, self.max_drift, self.ratio, self.raw = max_ratio, max_drift, ratio, raw
+        self.dtype = weights[0].dtype
+        self.normal = [k for k, layer in enumerate(layers) if layer.edges.normalized]
+        # A linear weight is its own view but for a leading dimension: it is spared the detour.
+        self.bare = [w.dim() == 2 and not e.swap and len(e.head) == 1 and not e.normalized for w, e in self._pairs()]
+        self.views = [self._view(k, w.detach()) for k, w in enumerate(weights)]
+        units = torch.arange(len(root))
+        self.root_units = ((root == units) & (units > 0)).nonzero()[:, 0]
+        self.root_group = unit_group[self.root_units]
+        rank = torch.full_like(root, len(self.root_units))
+        rank[self.root_units] = torch.arange(len(self.root_units))
+        self.rank = rank[root]
+        self.one = self._ones()
+        self.flow, self.bounded, self.unbounded = (self._ones(len(self.root_units) + 1) for _ in range(3))
+        self.of_roots = tuple(x[:-1] for x in (self.flow, self.bounded, self.unbounded))
+        self._plan_sums()
+        self._plan_entries()
+        self.seen: list[tuple[int, int]] = []
+        self.behind_seen = (0, 0)
+
+    def _pairs(self) -> list[tuple[Tensor, Any]]:
+        return [(w, layer.edges) for layer, w in zip(self.layers, self.weights, strict=True)]
+
+    def _view(self, k: int, value: Tensor) -> Tensor:
+        return value if self.bare[k] else self.layers[k].edges.view(value)
+
+    def _ones(self, *size: int) -> Tensor:
+        return torch.ones(size, dtype=self.dtype)
+
+    # What is where ----------------------------------------------------------------------------------------------------
+
+    def _plan_sums(self) -> None:
+        """Layers that read units, equal shapes side by side; their columns are one vector."""
+        tail = [layer.edges.tail for layer in self.layers]
+        reads = sorted((k for k, t in enumerate(tail) if bool(t.any())), key=lambda k: self.views[k].shape)
+        self.tails = torch.cat([torch.empty(0, dtype=torch.long), *(tail[k].reshape(-1) for k in reads)])
+        self.sums, self.shrink, self.scale = (self._ones(len(self.tails)) for _ in range(3))
+        kept = [k for k in reads if self.views[k].numel() <= BLOCK]
+        self.products = self._ones(sum(self.views[k].numel() for k in kept))
+        self.product: dict[int, Tensor] = {}
+        self.stacks: list[tuple[Tensor, list[int], Tensor]] = []  # products of equal layers, what to add up, sums
+        self.large: dict[int, Tensor] = {}  # sums of layers whose products are not kept
+        self.sums_of: dict[int, Tensor] = {}
+        self.columns: dict[int, tuple[Tensor, Tensor]] = {}  # factors of the columns: of the weight, of the gradient
+        at = here = 0
+        for shape, some in groupby(reads, key=lambda k: self.views[k].shape):
+            stack, size = list(some), math.prod(shape)
+            bare = self.bare[stack[0]]
+            groups = () if bare else (shape[0],)
+            inputs = shape[1] if bare else shape[0] * shape[2]
+            across = (*groups, 1, inputs // math.prod(groups), *[1] * (len(shape) - 3))
+            for i, k in enumerate(stack):
+                part = slice(here + i * inputs, here + (i + 1) * inputs)
+                self.columns[k] = (self.shrink[part].view(across), self.scale[part].view(across))
+                self.sums_of[k] = self.sums[part]
+            sums = self.sums[here : here + len(stack) * inputs].view(len(stack), *groups, -1)
+            here += sums.numel()
+            if size > BLOCK:
+                self.large |= zip(stack, sums.unbind(), strict=True)
+                continue
+            block = self.products[at : at + len(stack) * size].view(len(stack), *shape)
+            at += block.numel()
+            self.product |= zip(stack, block.unbind(), strict=True)
+            self.stacks.append((block, [1] if bare else [2, *range(4, block.dim())], sums))
+        self.sums_to = self.rank[self.tails]
+        self.rest = [k for k in range(len(self.layers)) if k not in self.columns]
+
+    def _plan_entries(self) -> None:
+        """Skeleton entries, those of layers whose products are kept first."""
+        order = [*self.product, *(k for k in range(len(self.layers)) if k not in self.product)]
+        size = sum(len(layer.root) for layer in self.layers)
+        self.values, self.flows = self._ones(size), self._ones(size)
+        self.entries: list[Entries] = []
+        gather: list[Tensor] = [torch.empty(0, dtype=torch.long)]
+        root, free, tail = list(gather), list(gather), list(gather)
+        at = 0
+        for k in order:
+            layer, weight = self.layers[k], self.weights[k]
+            part = slice(at, at + len(layer.root))
+            at = part.stop
+            number = torch.arange(weight.numel()).reshape(weight.shape)
+            view = layer.edges.view(number)
+            taps = view.shape[3:] if self.rule == "released" else (1,) * (view.dim() - 3)
+            norm = torch.arange(math.prod((*view.shape[:2], *taps))).reshape(*view.shape[:2], 1, *taps)
+            norm_of, place_of = torch.empty_like(number), torch.empty_like(number)
+            layer.edges.view(norm_of).copy_(norm.expand(view.shape))
+            layer.edges.view(place_of).copy_(torch.arange(weight.numel()).reshape(view.shape))
+            value = (number[layer.entries], norm_of[layer.entries], self.values[part], self.flows[part])
+            if part.stop > part.start:
+                self.entries.append(Entries(k, *value))
+            if k in self.product:
+                gather.append(place_of[layer.entries] + int(self.product[k].storage_offset()))
+            root.append(layer.root)
+            free.append(layer.free)
+            tail.append(layer.entry_tail)
+        roots, frees, tails = torch.cat(root), torch.cat(free), torch.cat(tail)
+        self.gather = torch.cat(gather)
+        self.gathered = self.flows[: len(self.gather)]
+        # A free entry keeps its value: it follows the ratio of ground, which is 1.
+        self.entry_root, self.entry_tail = roots, torch.where(roots > 0, tails, 0)
+        self.on_ground = not bool(self.entry_tail.any())
+        self.entries_to = torch.where(roots > 0, self.rank[roots], self.rank[frees])
+
+    def _follow(self, outgoing: Tensor) -> None:
+        """Reads what only others change: skeleton entries, and factors of rows."""
+        if self._now() != self.seen:
+            self.views = [self._view(k, w.detach()) for k, w in enumerate(self.weights)]
+            for e in self.entries:
+                torch.take(self.weights[e.layer], e.place, out=e.value)
+        if (id(outgoing), outgoing._version) != self.behind_seen:
+            self.behind_seen = (id(outgoing), outgoing._version)
+            self.out_roots = outgoing[self.root_units]
+            inverse = 1 / outgoing
+            self.rows = [
+                inverse[layer.edges.head[0]][:, None] if bare else layer.rows(inverse, view)
+                for layer, view, bare in zip(self.layers, self.views, self.bare, strict=True)
+            ]
+            self.rows_twice = [x * x for x in self.rows]
+            self.positive = [bool((x == 1).all()) for x in self.rows]
+            self.plain = [bool((x == 1).all()) for x in self.rows_twice]
+
+    def _now(self) -> list[tuple[int, int]]:
+        return [(w._version, w.data_ptr()) for w in self.weights]
+
+    # One step ---------------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        groups: Groups,
+        grads: Sequence[Tensor | None],
+        buffers: Sequence[Tensor | None],
+        fresh: Sequence[bool],
+        incoming: Tensor,
+        outgoing: Tensor,
+        root_buffer: Tensor | None,
+        root_fresh: bool,
+    ) -> bool:
+        """Moves weights, buffers and `incoming` in place; False, and nothing moved, if a sum is not finite."""
+        self._follow(outgoing)
+        here = [torch.zeros_like(w) if g is None else g for w, g in zip(self.weights, grads, strict=True)]
+        views = [g if bare else self._view(k, g) for k, (g, bare) in enumerate(zip(here, self.bare, strict=True))]
+        of_layer = [groups[i] for i in self.groups]
+        norms = {k: row_norms(self.views[k], self.rule) for k in self.normal}
+        if not self._reduce(views, here, of_layer, norms):
+            return False
+        has_momentum = root_buffer is not None
+        self._move_roots(groups, norms, incoming, root_buffer, root_fresh)
+        self._factors(incoming, twice=not has_momentum)
+        rates = [float(group["lr"]) for group in of_layer]
+        if has_momentum:
+            directions = self._directions(views, of_layer, norms, incoming, buffers, fresh)
+            self._update(directions, rates, self.rows, self.positive)
+        else:
+            directions = [g * norms[k] if k in norms else g for k, g in enumerate(views)]
+            for k, group in enumerate(of_layer):
+                if group["weight_decay"] != 0:
+                    self.views[k].mul_(1 - rates[k] * float(group["weight_decay"]))
+                if group["maximize"]:
+                    rates[k] = -rates[k]
+            self._update(directions, rates, self.rows_twice, self.plain)
+        incoming.mul_(self.ratio)
+        self.seen = self._now()
+        return True
+
+    def _reduce(
+        self, views: Sequence[Tensor], grads: Sequence[Tensor], groups: Groups, norms: Mapping[int, Tensor]
+    ) -> bool:
+        """Inverse chain rule: q of the roots into `flow`. Sums of w·g are finite only if every gradient is."""
+        weighted = norms if self.rule == "paper" else {}
+        for k, product in self.product.items():
+            torch.mul(self.views[k], views[k], out=product)
+        for k in weighted.keys() & self.product.keys():
+            self.product[k].mul_(weighted[k])
+        for stack, dims, sums in self.stacks:
+            torch.sum(stack, dims, out=sums)
+        for k, sums in self.large.items():
+            self._sum_blocks(k, views[k], weighted.get(k), sums)
+        torch.index_select(self.products, 0, self.gather, out=self.gathered)
+        for e in self.entries:
+            if e.layer not in self.product:
+                torch.mul(grads[e.layer].take(e.place), e.value, out=e.flow)
+                if e.layer in weighted:
+                    e.flow.mul_(weighted[e.layer].take(e.norm))
+        for k, group in enumerate(groups):
+            if group["maximize"]:
+                for x in (self.sums_of.get(k), *(e.flow for e in self.entries if e.layer == k)):
+                    if x is not None:
+                        x.neg_()
+        self.flow.zero_().index_add_(0, self.sums_to, self.sums, alpha=-1).index_add_(0, self.entries_to, self.flows)
+        total = self.flow.sum().item()
+        for k in self.rest:
+            total += views[k].sum().item()
+        return math.isfinite(total)
+
+    def _sum_blocks(self, k: int, g: Tensor, norm: Tensor | None, sums: Tensor) -> None:
+        axis, w = (0 if self.bare[k] else 1), self.views[k]
+        dims = [axis, *range(axis + 2, w.dim())]
+        sums.zero_()
+        for start, length in _blocks(w, axis):
+            product = w.narrow(axis, start, length) * g.narrow(axis, start, length)
+            if norm is not None:
+                product.mul_(norm.narrow(axis, start, length))
+            sums += product.sum(dims)
+
+    def _move_roots(
+        self,
+        groups: Groups,
+        norms: Mapping[int, Tensor],
+        incoming: Tensor,
+        root_buffer: Tensor | None,
+        root_fresh: bool,
+    ) -> None:
+        """Path ratios of the roots, as `step.path_ratio`, and from them `ratio` of every unit."""
+        value = incoming.index_select(0, self.root_units).mul_(self.out_roots)
+        q, ratio, raw = self.of_roots
+        d = q / value
+        if norms and self.rule == "released":
+            d /= self._root_norms(norms)
+        if root_buffer is not None:
+            d = self._root_direction(groups, d, root_buffer, root_fresh)
+        lr = self._per_root(groups, "lr")
+        if isinstance(lr, Tensor):
+            torch.sub(1, lr * d / value, out=raw)
+        else:
+            torch.addcdiv(self.one, d, value, value=-lr, out=raw)
+        bound, drift = self.max_ratio, self.max_drift
+        torch.clamp(raw, 1 / bound, bound, out=ratio) if bound != math.inf else ratio.copy_(raw)
+        if drift != math.inf:
+            size = value.abs_()
+            low, high = size.clamp(max=1 / drift).div_(size), size.clamp(min=drift).div_(size)
+            torch.clamp(ratio, low, high, out=ratio)
+        torch.index_select(self.bounded, 0, self.rank, out=self.ratio)
+        torch.index_select(self.unbounded, 0, self.rank, out=self.raw)
+
+    def _root_norms(self, norms: Mapping[int, Tensor]) -> Tensor:
+        norm = torch.ones_like(self.flow)
+        for e in self.entries:
+            if e.layer in norms:
+                norm[self.rank[self.layers[e.layer].root]] = norms[e.layer].take(e.norm)
+        return norm[:-1]
+
+    def _root_direction(self, groups: Groups, d: Tensor, root_buffer: Tensor, root_fresh: bool) -> Tensor:
+        momentum, dampening = self._per_root(groups, "momentum"), self._per_root(groups, "dampening")
+        new = d.clone()
+        if not root_fresh:
+            new = root_buffer.index_select(0, self.root_units) * momentum + d * (1 - dampening)
+        root_buffer.index_copy_(0, self.root_units, new)
+        ahead = torch.where(torch.as_tensor(self._per_root(groups, "nesterov")) > 0, d + momentum * new, new)
+        return torch.where(torch.as_tensor(momentum) == 0, d, ahead)
+
+    def _per_root(self, groups: Groups, key: str) -> Any:
+        """A hyper-parameter for every root: a number, or a vector where groups differ."""
+        values = [float(group[key]) for group in groups]
+        if len(values) == 1 or values.count(values[0]) == len(values):
+            return values[0]
+        return torch.tensor(values, dtype=self.dtype)[self.root_group]
+
+    def _factors(self, incoming: Tensor, *, twice: bool) -> None:
+        """Factors of columns, 1/R and 1/(Ĩ·R), Ĩ² where a gradient has not been divided by Ĩ yet; skeleton entries."""
+        shrink = self.ratio.reciprocal()
+        scale = shrink / incoming
+        if twice:
+            scale.div_(incoming)
+        torch.index_select(shrink, 0, self.tails, out=self.shrink)
+        torch.index_select(scale, 0, self.tails, out=self.scale)
+        self.values.mul_(self.ratio.index_select(0, self.entry_root))
+        if not self.on_ground:
+            self.values.mul_(shrink.index_select(0, self.entry_tail))
+
+    def _directions(
+        self,
+        grads: Sequence[Tensor],
+        groups: Groups,
+        norms: Mapping[int, Tensor],
+        incoming: Tensor,
+        buffers: Sequence[Tensor | None],
+        fresh: Sequence[bool],
+    ) -> list[Tensor]:
+        """What momentum and decay make of ∂ℓ/∂v."""
+        result = []
+        into = 1 / incoming
+        for k, (layer, group, buffer) in enumerate(zip(self.layers, groups, buffers, strict=True)):
+            columns = into[layer.edges.tail[0]] if self.bare[k] else layer.columns(into, self.views[k])
+            inverse = self.rows[k] * columns
+            d = grads[k] * inverse
+            if k in norms:
+                d.mul_(norms[k])
+            if group["maximize"]:
+                d.neg_()
+            if group["weight_decay"] != 0:
+                d.addcdiv_(self.views[k], inverse, value=float(group["weight_decay"]))
+            if buffer is not None:
+                old = self._view(k, buffer)
+                old.copy_(d) if fresh[k] else old.mul_(group["momentum"]).add_(d, alpha=1 - group["dampening"])
+                d = d.add_(old, alpha=group["momentum"]) if group["nesterov"] else old
+            result.append(d)
+        return result
+
+    def _update(
+        self, directions: list[Tensor], rates: Sequence[float], rows: Sequence[Tensor], plain: Sequence[bool]
+    ) -> None:
+        """w ← (w − lr·d·i)·m, with the factors of columns at hand, and those of rows where they are not all 1."""
+        for k, is_one in enumerate(plain):
+            if not is_one and k not in self.large:
+                directions[k] = directions[k] * rows[k]
+        for k in self.large:
+            (shrink, scale), axis = self.columns[k], 0 if self.bare[k] else 1
+            for start, length in _blocks(self.views[k], axis):
+                w, d = (x.narrow(axis, start, length) for x in (self.views[k], directions[k]))
+                move = d if plain[k] else d * rows[k].narrow(axis, start, length)
+                w.mul_(shrink).addcmul_(move, scale, value=-rates[k])
+        if self.product:
+            some, factors = [self.views[k] for k in self.product], [self.columns[k] for k in self.product]
+            torch._foreach_mul_(some, [shrink for shrink, _ in factors])
+            moves, steps = [directions[k] for k in self.product], [-rates[k] for k in self.product]
+            torch._foreach_addcmul_(some, moves, [scale for _, scale in factors], steps)
+        for k in self.rest:
+            self.views[k].add_(directions[k], alpha=-rates[k])
+        for e in self.entries:
+            self.weights[e.layer].put_(e.place, e.value)
+
+
+def _blocks(view: Tensor, axis: int) -> list[tuple[int, int]]:
+    """Outputs of a weight, a few at a time: start and length."""
+    rows = view.shape[axis]
+    step = max(1, BLOCK * rows // max(1, view.numel()))
+    return [(i, min(step, rows - i)) for i in range(0, rows, step)]

@@ -1,0 +1,383 @@
+/* The passes of kernels.py for a CPU: same tables, same order of sums within a chunk, REAL is float or double.
+ *
+ * Chunks are shared out among threads; no sum depends on how. See tables.py for the tables and kernels.py for the passes. */
+
+#include <math.h>
+#include <stdint.h>
+
+enum {
+    WEIGHT, SLOT, OFFSET, GROUPS, R, C, LANES, STEPS, DOWN, ACROSS, ROW_TABLE, COLUMN_TABLE, COLUMN_OUT, COLUMN_STRIDE,
+    ROW_OUT, ROW_STRIDE, PERIOD, SWAP, FLOW, NORMAL, GROUP, UNIT, CHUNK_ROWS, CHUNK_COLUMNS, EVEN, FIELDS
+};
+enum { GRAD, BUFFER, FRESH, HEADER };
+enum { LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER };
+enum { JOB = 8, ROOT = 7, WIDEST = 4096 };
+
+typedef struct {
+    const int64_t *params, *jobs, *free, *roots; /* the order of TABLES and SCRATCH in native.py */
+    const int32_t *chunks, *blocks, *units, *lists, *root;
+    REAL *partial, *norms, *sums, *factors, *root_grad, *ratio, *raw, *squares;
+    int64_t n_chunks, n_blocks, norm_blocks, n_roots, n_units, items;
+    int64_t paper, normalized, spread, threads;
+    double max_ratio, max_drift, max_norm; /* 0: none */
+} Plan;
+
+typedef struct {
+    const int64_t *record;
+    const REAL *g;
+    REAL *w, *b;
+    int64_t group, row0, rows, column0, columns, stride; /* this chunk, and the length of a row in memory */
+} Chunk;
+
+static Chunk chunk_at(const Plan *p, const int64_t *header, int64_t i)
+{
+    const int32_t *c = p->chunks + 4 * i;
+    const int64_t *r = p->params + c[0] * FIELDS, *h = header + r[SLOT] * HEADER;
+    Chunk k = {.record = r, .group = c[1], .row0 = c[2], .column0 = c[3], .stride = r[C]};
+    int64_t start = r[OFFSET] + (k.group * r[R] + k.row0) * r[C] + k.column0;
+    k.rows = r[R] - k.row0 < r[CHUNK_ROWS] ? r[R] - k.row0 : r[CHUNK_ROWS];
+    k.columns = r[C] - k.column0 < r[CHUNK_COLUMNS] ? r[C] - k.column0 : r[CHUNK_COLUMNS];
+    k.w = (REAL *)r[WEIGHT] + start;
+    k.g = h[GRAD] ? (const REAL *)h[GRAD] + start : 0;
+    k.b = h[BUFFER] ? (REAL *)h[BUFFER] + start : 0;
+    return k;
+}
+
+/* s += Σ over rows of w·g, four rows at a time: s is read and written that much less often. */
+static void add_products(REAL *restrict s, const REAL *restrict w, const REAL *restrict g, int64_t stride, int64_t rows, int64_t n)
+{
+    int64_t a = 0;
+    for (; a + 4 <= rows; a += 4, w += 4 * stride, g += 4 * stride)
+        for (int64_t j = 0; j < n; j++)
+            s[j] += (w[j] * g[j] + w[j + stride] * g[j + stride])
+                + (w[j + 2 * stride] * g[j + 2 * stride] + w[j + 3 * stride] * g[j + 3 * stride]);
+    for (; a < rows; a++, w += stride, g += stride)
+        for (int64_t j = 0; j < n; j++) s[j] += w[j] * g[j];
+}
+
+/* w ← m·shrink·w − step·scale·g for four rows, or one. */
+static void move_four(REAL *restrict w, const REAL *restrict g, int64_t stride, int64_t n, const REAL *restrict shrink,
+    const REAL *restrict scale, const REAL *m, const REAL *step)
+{
+    REAL *restrict w1 = w + stride, *restrict w2 = w1 + stride, *restrict w3 = w2 + stride;
+    const REAL *restrict g1 = g + stride, *restrict g2 = g1 + stride, *restrict g3 = g2 + stride;
+    const REAL m0 = m[0], m1 = m[1], m2 = m[2], m3 = m[3], s0 = step[0], s1 = step[1], s2 = step[2], s3 = step[3];
+    for (int64_t j = 0; j < n; j++) {
+        const REAL a = shrink[j], b = scale[j];
+        w[j] = m0 * a * w[j] - s0 * b * g[j];
+        w1[j] = m1 * a * w1[j] - s1 * b * g1[j];
+        w2[j] = m2 * a * w2[j] - s2 * b * g2[j];
+        w3[j] = m3 * a * w3[j] - s3 * b * g3[j];
+    }
+}
+
+static void move_one(REAL *restrict w, const REAL *restrict g, int64_t n, const REAL *restrict shrink,
+    const REAL *restrict scale, REAL m, REAL step)
+{
+    for (int64_t j = 0; j < n; j++) w[j] = m * shrink[j] * w[j] - step * scale[j] * g[j];
+}
+
+/* Row norms along one row of a chunk: at[j] indexes the columns. */
+static const int32_t *norm_index(const Plan *p, const Chunk *k, int64_t row, int64_t *base)
+{
+    const int64_t *r = k->record;
+    *base = p->units[r[ROW_TABLE] + 2 * r[GROUPS] * r[R] + k->group * r[R] + k->row0 + row];
+    return p->units + r[COLUMN_TABLE] + 2 * r[GROUPS] * r[C] + k->group * r[C] + k->column0;
+}
+
+/* Partial sums of one chunk; whether they are finite, which they are only if every gradient is. */
+static int flow(const Plan *p, const int64_t *header, int64_t i, int with_sums, int with_norms)
+{
+    Chunk k = chunk_at(p, header, i);
+    const int64_t *r = k.record;
+    const int swap = r[SWAP] != 0, sums = r[FLOW] && with_sums, squares = r[NORMAL] && with_norms;
+    REAL *on_columns = (swap ? squares : sums)
+        ? p->partial + r[COLUMN_OUT] + k.row0 / r[CHUNK_ROWS] * r[COLUMN_STRIDE] + k.group * r[C] + k.column0 : 0;
+    REAL *on_rows = (swap ? sums : squares)
+        ? p->partial + r[ROW_OUT] + k.column0 / r[CHUNK_COLUMNS] * r[ROW_STRIDE] + (k.group * r[R] + k.row0) * r[PERIOD] : 0;
+    REAL check = 0;
+    if (on_columns)
+        for (int64_t j = 0; j < k.columns; j++) on_columns[j] = 0;
+    for (int64_t a = 0; a < k.rows; a++) {
+        const REAL *w = k.w + a * k.stride, *g = k.g ? k.g + a * k.stride : 0;
+        if (on_columns && swap) {
+            for (int64_t j = 0; j < k.columns; j++) on_columns[j] += w[j] * w[j];
+        } else if (on_columns && g && with_sums && !with_norms && p->normalized) {
+            int64_t base;
+            const int32_t *at = norm_index(p, &k, a, &base);
+            for (int64_t j = 0; j < k.columns; j++) on_columns[j] += w[j] * g[j] * p->norms[base + at[j]];
+        } else if (on_columns && g && a == 0) {
+            add_products(on_columns, w, g, k.stride, k.rows, k.columns);
+        }
+        if (on_rows && swap && g && with_sums && !with_norms && p->normalized) {
+            int64_t base;
+            const int32_t *at = norm_index(p, &k, a, &base);
+            REAL s = 0;
+#pragma omp simd reduction(+ : s)
+            for (int64_t j = 0; j < k.columns; j++) s += w[j] * g[j] * p->norms[base + at[j]];
+            on_rows[a] = s;
+            check += s;
+        } else if (on_rows && swap) {
+            REAL s = 0;
+            if (g) {
+#pragma omp simd reduction(+ : s)
+                for (int64_t j = 0; j < k.columns; j++) s += w[j] * g[j];
+            }
+            on_rows[a] = s;
+            check += s;
+        } else if (on_rows) {
+            const int64_t period = r[PERIOD];
+            REAL *s = on_rows + a * period;
+            if (period == 1) {
+                REAL total = 0;
+#pragma omp simd reduction(+ : total)
+                for (int64_t j = 0; j < k.columns; j++) total += w[j] * w[j];
+                s[0] = total;
+            } else {
+                for (int64_t t = 0; t < period; t++) s[t] = 0;
+                for (int64_t j = 0; j < k.columns; j += period)
+                    for (int64_t t = 0; t < period; t++) s[t] += w[j + t] * w[j + t];
+            }
+        }
+        if (with_sums && g && !sums) {
+            REAL s = 0;
+#pragma omp simd reduction(+ : s)
+            for (int64_t j = 0; j < k.columns; j++) s += g[j];
+            check += s;
+        }
+    }
+    if (on_columns && !swap)
+        for (int64_t j = 0; j < k.columns; j++) check += on_columns[j];
+    return isfinite(check);
+}
+
+static void fold(const Plan *p, const int64_t *header, const double *hyper, int64_t i)
+{
+    const int32_t *block = p->blocks + 2 * i;
+    const int64_t *job = p->jobs + block[0] * JOB, *r = p->params + job[0] * FIELDS;
+    const int64_t count = job[2], taps = job[3], stride = job[4], target = job[6], edges = job[7];
+    int64_t end = block[1] + p->items < job[5] ? block[1] + p->items : job[5];
+    const REAL *w = (const REAL *)r[WEIGHT], *g = (const REAL *)header[r[SLOT] * HEADER + GRAD];
+    const REAL sign = (REAL)hyper[r[GROUP] * HYPER + SIGN];
+    REAL *restrict total = (edges < 0 ? p->norms : p->sums) + target;
+    for (int64_t item = block[1]; item < end; item++) total[item] = 0;
+    for (int64_t q = 0; q < count; q += taps) {
+        const REAL *restrict part = p->partial + job[1] + q / taps * stride;
+        if (taps == 1)
+            for (int64_t item = block[1]; item < end; item++) total[item] += part[item];
+        else
+            for (int64_t item = block[1]; item < end; item++)
+                for (int64_t t = 0; t < taps; t++) total[item] += part[item * taps + t];
+    }
+    for (int64_t item = block[1]; item < end; item++) {
+        if (edges < 0) {
+            total[item] = (REAL)sqrt((double)total[item]);
+        } else {
+            const int64_t *f = p->free + (edges + item) * 2;
+            const REAL s = f[0] >= 0 && g ? w[f[0]] * g[f[0]] : 0;
+            total[item] = sign * (total[item] - (p->paper ? s * p->norms[f[1]] : s));
+        }
+    }
+}
+
+static void gather(const Plan *p, const int64_t *header, const double *hyper, const REAL *in, const REAL *out)
+{
+    for (int64_t i = 0; i < p->n_roots; i++) {
+        const int64_t *root = p->roots + i * ROOT, *r = p->params + root[3] * FIELDS;
+        const REAL *w = (const REAL *)r[WEIGHT], *g = (const REAL *)header[r[SLOT] * HEADER + GRAD];
+        REAL behind = 0, norm = p->normalized ? p->norms[root[5]] : 1;
+        for (int64_t k = 0; k < root[2]; k++) behind += p->sums[p->lists[root[1] + k]];
+        REAL s = g ? w[root[4]] * g[root[4]] * (REAL)hyper[root[6] * HYPER + SIGN] : 0;
+        if (p->paper) {
+            s *= norm;
+            norm = 1;
+        }
+        p->root_grad[root[0]] = (s - behind) / norm / (in[root[0]] * out[root[0]]);
+    }
+}
+
+static void move(const Plan *p, const double *hyper, const REAL *in, const REAL *out, REAL *buffer, int fresh, REAL shrink)
+{
+    for (int64_t i = 0; i < p->n_roots; i++) {
+        const int64_t *root = p->roots + i * ROOT, u = root[0];
+        const double *h = hyper + root[6] * HYPER;
+        REAL value = in[u] * out[u], d = p->root_grad[u] * shrink;
+        if (buffer) {
+            buffer[u] = fresh ? d : (REAL)h[MOMENTUM] * buffer[u] + (REAL)(1 - h[DAMPENING]) * d;
+            if (h[MOMENTUM] != 0) d = h[NESTEROV] != 0 ? d + (REAL)h[MOMENTUM] * buffer[u] : buffer[u];
+        }
+        REAL r = 1 - (REAL)h[LR] * d / value;
+        p->raw[u] = r;
+        if (p->max_ratio > 0) {
+            REAL top = (REAL)p->max_ratio, bottom = (REAL)(1 / p->max_ratio);
+            r = r > top ? top : r < bottom ? bottom : r;
+        }
+        if (p->max_drift > 0) {
+            REAL far = (REAL)p->max_drift, near = (REAL)(1 / p->max_drift), size = value < 0 ? -value : value;
+            REAL low = (size > near ? near : size) / size, high = (size < far ? far : size) / size;
+            r = r < low ? low : r;
+            r = r > high ? high : r;
+        }
+        p->ratio[u] = r;
+    }
+}
+
+/* Factors of each unit as tail and as head; the coordinates after the step. */
+static void advance(const Plan *p, REAL *in, REAL *out)
+{
+    const int64_t n = p->n_units;
+    REAL *f = p->factors;
+    for (int64_t u = 0; u < n; u++) {
+        REAL r = p->ratio[p->root[u]], c = p->spread && u > 0 ? (REAL)(1 / sqrt(fabs((double)r))) : 1;
+        f[u] = 1 / in[u];
+        f[n + u] = 1 / out[u];
+        f[2 * n + u] = 1 / (r * c);
+        f[3 * n + u] = c;
+        f[4 * n + u] = 1 / c;
+        f[5 * n + u] = r * c;
+        in[u] = in[u] * r * c;
+        out[u] = out[u] / c;
+    }
+}
+
+static void update(const Plan *p, const int64_t *header, const double *hyper, int64_t i, int apply, REAL shrink)
+{
+    Chunk k = chunk_at(p, header, i);
+    const int64_t *r = k.record, *head = header + r[SLOT] * HEADER;
+    const double *h = hyper + r[GROUP] * HYPER;
+    const REAL lr = (REAL)h[LR], momentum = (REAL)h[MOMENTUM], damped = (REAL)(1 - h[DAMPENING]), decay = (REAL)h[DECAY];
+    const REAL sign = (REAL)h[SIGN] * (r[UNIT] ? shrink : 1);
+    const int64_t n = p->n_units, all_r = r[GROUPS] * r[R], all_c = r[GROUPS] * r[C];
+    const int32_t *row_table = p->units + r[ROW_TABLE] + k.group * r[R] + k.row0;
+    const int32_t *column_table = p->units + r[COLUMN_TABLE] + k.group * r[C] + k.column0;
+    double square = 0;
+    p->squares[i] = 0;
+    if (!r[UNIT] && (!k.g || !apply)) return;
+    for (int64_t first = 0; first < k.columns; first += WIDEST) {
+        const int64_t width = k.columns - first < WIDEST ? k.columns - first : WIDEST;
+        REAL i_c[WIDEST], m_c[WIDEST], d[WIDEST], kept_c[WIDEST];
+        const int32_t *entry_c = column_table + all_c + first; /* row of the entry of each column, within the group */
+        for (int64_t j = 0; j < width; j++) {
+            const int32_t id = r[UNIT] ? column_table[first + j] : 0;
+            i_c[j] = p->factors[id];
+            m_c[j] = p->factors[2 * n + id];
+            const int64_t a = r[UNIT] ? entry_c[j] - k.row0 : -1;
+            kept_c[j] = a >= 0 && a < k.rows ? k.w[a * k.stride + first + j] : 0;
+        }
+        const int simple = apply && k.g && decay == 0 && momentum == 0 && !r[NORMAL];
+        if (simple)
+            for (int64_t j = 0; j < width; j++) d[j] = i_c[j] * i_c[j] * m_c[j];
+        for (int64_t a = 0; a < k.rows;) {
+            const int64_t many = simple && a + 4 <= k.rows ? 4 : 1;
+            REAL i_r[4], m_r[4], s_r[4], step[4], kept[4];
+            int64_t entry[4];
+            REAL *w = k.w + a * k.stride + first;
+            const REAL *g = k.g ? k.g + a * k.stride + first : 0;
+            for (int64_t b = 0; b < many; b++) {
+                const int32_t id = r[UNIT] ? row_table[a + b] : 0;
+                i_r[b] = p->factors[id];
+                m_r[b] = p->factors[2 * n + id];
+                s_r[b] = p->factors[4 * n + id];
+                step[b] = lr * sign * i_r[b] * i_r[b] * m_r[b];
+                /* The entry of a row: what it was before the row is written. */
+                entry[b] = r[UNIT] ? row_table[all_r + a + b] - k.column0 - first : -1;
+                kept[b] = entry[b] >= 0 && entry[b] < width ? w[b * k.stride + entry[b]] : 0;
+            }
+            if (many == 4) {
+                move_four(w, g, k.stride, width, m_c, d, m_r, step);
+            } else if (simple) {
+                move_one(w, g, width, m_c, d, m_r[0], step[0]);
+            } else {
+                for (int64_t j = 0; j < width; j++) d[j] = g ? sign * g[j] * (i_r[0] * i_c[j]) : 0;
+                if (r[NORMAL]) {
+                    int64_t base;
+                    const int32_t *at = norm_index(p, &k, a, &base) + first;
+                    for (int64_t j = 0; j < width; j++) d[j] *= p->norms[base + at[j]];
+                }
+                if (apply) {
+                    if (decay != 0)
+                        for (int64_t j = 0; j < width; j++) d[j] += decay * (w[j] / (i_r[0] * i_c[j]));
+                    if (momentum != 0) {
+                        REAL *restrict buffer = k.b + a * k.stride + first;
+                        if (head[FRESH])
+                            for (int64_t j = 0; j < width; j++) buffer[j] = d[j];
+                        else
+                            for (int64_t j = 0; j < width; j++) buffer[j] = momentum * buffer[j] + damped * d[j];
+                        if (h[NESTEROV] != 0)
+                            for (int64_t j = 0; j < width; j++) d[j] += momentum * buffer[j];
+                        else
+                            for (int64_t j = 0; j < width; j++) d[j] = buffer[j];
+                    }
+                    for (int64_t j = 0; j < width; j++) w[j] = (w[j] - lr * d[j] * (i_r[0] * i_c[j])) * (m_r[0] * m_c[j]);
+                } else {
+                    if (entry[0] >= 0 && entry[0] < width) d[entry[0]] = 0;
+                    for (int64_t j = 0; j < width; j++) square += entry_c[j] == k.row0 + a ? 0 : (double)d[j] * d[j];
+                }
+            }
+            for (int64_t b = 0; b < many && apply; b++)
+                if (entry[b] >= 0 && entry[b] < width) w[b * k.stride + entry[b]] = kept[b] * (s_r[b] * m_c[entry[b]]);
+            a += many;
+        }
+        for (int64_t j = 0; j < width && apply && r[UNIT]; j++) {
+            const int64_t a = entry_c[j] - k.row0;
+            if (a >= 0 && a < k.rows)
+                k.w[a * k.stride + first + j] = kept_c[j] * (p->factors[2 * n + row_table[a]] * p->factors[4 * n + column_table[first + j]]);
+        }
+    }
+    p->squares[i] = (REAL)square;
+}
+
+static int flows(const Plan *p, const int64_t *header, int sums, int norms)
+{
+    int finite = 1;
+#pragma omp parallel for schedule(static) reduction(& : finite) num_threads(p->threads) if (p->threads > 1)
+    for (int64_t i = 0; i < p->n_chunks; i++) finite &= flow(p, header, i, sums, norms);
+    return finite;
+}
+
+static void folds(const Plan *p, const int64_t *header, const double *hyper, int64_t first, int64_t end)
+{
+#pragma omp parallel for schedule(static) num_threads(p->threads) if (p->threads > 1)
+    for (int64_t i = first; i < end; i++) fold(p, header, hyper, i);
+}
+
+static void updates(const Plan *p, const int64_t *header, const double *hyper, int apply, REAL shrink)
+{
+#pragma omp parallel for schedule(static) num_threads(p->threads) if (p->threads > 1)
+    for (int64_t i = p->n_chunks - 1; i >= 0; i--) update(p, header, hyper, i, apply, shrink); /* what was read last is cached */
+}
+
+/* One step; 0, and nothing moved, if a sum of w·g is not finite. */
+int step(const Plan *p, const int64_t *header, const double *hyper, REAL *in, REAL *out, REAL *buffer, int fresh)
+{
+    REAL shrink = 1;
+    if (p->paper) {
+        flows(p, header, 0, 1);
+        folds(p, header, hyper, 0, p->norm_blocks);
+        if (!flows(p, header, 1, 0)) return 0;
+        folds(p, header, hyper, p->norm_blocks, p->n_blocks);
+    } else {
+        if (!flows(p, header, 1, 1)) return 0;
+        folds(p, header, hyper, 0, p->n_blocks);
+    }
+    gather(p, header, hyper, in, out);
+    if (p->max_norm > 0) {
+        double total = 0;
+        for (int64_t u = 0; u < p->n_units; u++) {
+            p->factors[u] = 1 / in[u];
+            p->factors[p->n_units + u] = 1 / out[u];
+        }
+        updates(p, header, hyper, 0, 1);
+        for (int64_t i = 0; i < p->n_chunks; i++) total += (double)p->squares[i];
+        for (int64_t i = 0; i < p->n_roots; i++) {
+            const double q = (double)p->root_grad[p->roots[i * ROOT]];
+            total += q * q;
+        }
+        total = p->max_norm / (sqrt(total) + 1e-6);
+        shrink = (REAL)(total < 1 ? total : 1);
+    }
+    move(p, hyper, in, out, buffer, fresh, shrink);
+    advance(p, in, out);
+    updates(p, header, hyper, 1, shrink);
+    return 1;
+}

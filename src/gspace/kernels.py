@@ -1,0 +1,389 @@
+"""The two passes of a step as Triton kernels: the mathematics of `step.py`, one launch each for all parameters.
+
+What they read is written down in `tables.py`: one record per parameter, which lies in memory as a stack of matrices
+`(group, row, column)` with units on rows and columns, and a list of chunks. A chunk is what one program works on: some
+tiles of ROWS × WIDTH, side by side or one below the other.
+
+    flow_pass    column sums of w·g (or row sums), row norms before BatchNorm, as partial sums of each chunk
+    fold_pass    partial sums → one sum per input of each parameter, and one norm per row and tap
+    roots_pass   sums → ∂ℓ/∂v of the trained skeleton paths → momentum → path ratios
+    units_pass   path ratios → the factors of every unit, and the coordinates after the step
+    update_pass  weights and momentum buffers, skeleton entries included
+
+Five launches, whatever the depth (seven with the paper's rule for BatchNorm or with clipping); no sum depends on the
+order in which programs run; nothing is read back by the host. A gradient that is not finite raises `flags[PENDING]` in
+`flow_pass`; the fold moves it to `flags[SKIP]`, and nothing that outlives the step is written while that is set.
+"""
+
+import triton
+import triton.language as tl
+
+from gspace.tables import ODD, RECORD
+
+# Fields of a parameter's record.
+(
+    WEIGHT, SLOT, OFFSET, GROUPS, R, C, LANES, STEPS, DOWN, ACROSS, ROW_TABLE, COLUMN_TABLE, COLUMN_OUT, COLUMN_STRIDE,
+    ROW_OUT, ROW_STRIDE, PERIOD, SWAP, FLOW, NORMAL, GROUP, UNIT, CHUNK_ROWS, CHUNK_COLUMNS, EVEN,
+) = (tl.constexpr(i) for i in range(len(RECORD)))  # fmt: skip
+FIELDS = tl.constexpr(len(RECORD))
+# What changes from step to step, per parameter: where gradient and momentum buffer are, whether the buffer is new.
+GRAD, BUFFER, FRESH, HEADER = (tl.constexpr(i) for i in range(4))
+# Hyper-parameters of a group, float64.
+LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER = (tl.constexpr(i) for i in range(7))
+JOB, ROOT = tl.constexpr(8), tl.constexpr(7)
+THIN = tl.constexpr(ODD)
+PENDING, SKIP, SKIPPED = (tl.constexpr(i) for i in range(3))
+
+
+@triton.jit
+def _field(record, FIELD: tl.constexpr):
+    return tl.load(record + FIELD).to(tl.int32)
+
+
+@triton.jit
+def _even(x, BY: tl.constexpr):
+    """x, known to the compiler as a multiple of BY: that is how it comes to load 16 bytes at once."""
+    return x // BY * BY
+
+
+@triton.jit
+def _address(address, offset, WIDE: tl.constexpr, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    if WIDE:
+        return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + _even(offset, VECTOR)
+    return address.to(tl.pointer_type(DTYPE)) + offset
+
+
+@triton.jit
+def _units(record, rows, columns):
+    """Rows and columns with units. A parameter outside every unit has no tables: unit 0, whose factors are 1."""
+    unit = tl.load(record + UNIT) != 0
+    return tl.where(unit, rows, 0), tl.where(unit, columns, 0)
+
+
+@triton.jit
+def _flow(
+    record, header, index, norms, partial, flags, group, row0, column0,
+    WIDE: tl.constexpr, SUMS: tl.constexpr, NORMS: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    rows, columns, lanes = _field(record, R), _field(record, C), _field(record, LANES)
+    down, across, steps = _field(record, DOWN), _field(record, ACROSS), _field(record, STEPS)
+    if WIDE:
+        columns, lanes, column0 = _even(columns, VECTOR), _even(lanes, VECTOR), _even(column0, VECTOR)
+    swap = tl.load(record + SWAP) != 0
+    sums = tl.load(record + FLOW) * (1 if SUMS else 0)
+    squares = tl.load(record + NORMAL) * (1 if NORMS else 0)
+    on_columns = tl.where(swap, squares, sums) != 0
+    on_rows = tl.where(swap, sums, squares) != 0
+    g_address = tl.load(header + GRAD)
+    # What is not needed, or not there, is not read.
+    w_rows, g_rows = tl.where(on_columns | on_rows, rows, 0), tl.where(g_address != 0, rows, 0)
+    start = tl.load(record + OFFSET) + (group * rows + row0).to(tl.int64) * columns + column0
+    w_base = _address(tl.load(record + WEIGHT), start, WIDE, DTYPE, VECTOR)
+    g_base = _address(g_address, start, WIDE, DTYPE, VECTOR)
+
+    count_r, count_c = _field(record, GROUPS) * rows, _field(record, GROUPS) * columns
+    row_norm = index + tl.load(record + ROW_TABLE) + 2 * count_r + group * rows
+    column_norm = index + tl.load(record + COLUMN_TABLE) + 2 * count_c + group * columns
+    unit_rows, unit_columns = _units(record, rows, columns)
+    lane, line = tl.arange(0, WIDTH), tl.arange(0, ROWS)
+    column_sum = tl.zeros([WIDTH], ACC)
+    row_sum = tl.zeros([ROWS, WIDTH], ACC)
+    bad = tl.zeros([WIDTH], tl.int32)
+    for i in range(steps):
+        row = row0 + i * down * ROWS + line
+        column = column0 + i * across * lanes + lane
+        offset = (i * down * ROWS + line)[:, None] * columns + (i * across * lanes + lane)[None, :]
+        there = ((lane < lanes) & (column < columns))[None, :]
+        w = tl.load(w_base + offset, mask=(row < w_rows)[:, None] & there, other=0.0).to(ACC)
+        g = w
+        if SUMS:
+            g = tl.load(g_base + offset, mask=(row < g_rows)[:, None] & there, other=0.0).to(ACC)
+            if not NORMS:
+                n_r = tl.load(row_norm + row, mask=row < unit_rows, other=0)
+                n_c = tl.load(column_norm + column, mask=column < unit_columns, other=0)
+                g *= tl.load(norms + n_r[:, None] + n_c[None, :])
+        column_sum += tl.sum(w * tl.where(swap, w, g), 0)
+        row_sum += w * tl.where(swap, g, w)
+        # A sum of w·g is finite only if every g is, also where w is 0 or was not read.
+        bad |= tl.where(tl.abs(column_sum) < float("inf"), 0, 1)
+        last = i == steps - 1
+        if on_columns & (last | (across != 0)):
+            at = tl.load(record + COLUMN_OUT) + (row0 // _field(record, CHUNK_ROWS)) * tl.load(record + COLUMN_STRIDE)
+            tl.store(partial + at + group * columns + column, column_sum, mask=(lane < lanes) & (column < columns))
+            column_sum = tl.zeros([WIDTH], ACC)
+        if on_rows & last:
+            period = _field(record, PERIOD)
+            at = tl.load(record + ROW_OUT) + (column0 // _field(record, CHUNK_COLUMNS)) * tl.load(record + ROW_STRIDE)
+            tap_of = lane % period
+            for tap in range(period):
+                of_tap = tl.sum(tl.where((tap_of == tap)[None, :], row_sum, 0.0), 1)
+                tl.store(partial + at + (group * rows + row) * period + tap, of_tap, mask=row < rows)
+    if SUMS:
+        if swap:
+            bad |= tl.where(tl.abs(tl.sum(row_sum, 0)) < float("inf"), 0, 1)
+        found = tl.max(bad, 0)
+        tl.atomic_max(flags + PENDING, found, mask=found > 0)
+
+
+@triton.jit
+def flow_pass(
+    chunks, params, header, index, norms, partial, flags,
+    SUMS: tl.constexpr, NORMS: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Partial sums over one chunk.
+
+    With SUMS and NORMS, both at once (the released rule: sums of w·g, norms apart). The paper's rule needs norms first
+    (NORMS alone) and then multiplies each w·g by the norm of its row (SUMS alone). WIDE: addresses are multiples of 16
+    bytes.
+    """
+    chunk = chunks + tl.program_id(0) * 4
+    record = params + tl.load(chunk) * FIELDS
+    header += tl.load(record + SLOT) * HEADER
+    group, row0, column0 = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
+    if tl.load(record + EVEN) != 0:
+        _flow(
+            record, header, index, norms, partial, flags, group, row0, column0,
+            WIDE, SUMS, NORMS, DTYPE, ACC, ROWS, WIDTH,
+        )  # fmt: skip
+    else:
+        _flow(
+            record, header, index, norms, partial, flags, group, row0, column0,
+            False, SUMS, NORMS, DTYPE, ACC, ROWS // THIN, WIDTH,
+        )  # fmt: skip
+
+
+@triton.jit
+def fold_pass(
+    blocks, jobs, params, header, hyper, partial, norms, free, sums, flags,
+    LAST: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
+    DEPTH: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Adds the partial sums of each item; from the sum over a unit's out-edges its free edge is taken away."""
+    block = blocks + tl.program_id(0) * 2
+    job = jobs + tl.load(block) * JOB
+    item = tl.load(block + 1) + tl.arange(0, ITEMS)
+    record = params + tl.load(job) * FIELDS
+    source, count, taps = tl.load(job + 1), _field(job, 2), _field(job, 3)
+    stride, items, target, edges = _field(job, 4), _field(job, 5), tl.load(job + 6), tl.load(job + 7)
+    total = tl.zeros([DEPTH, ITEMS], ACC)
+    for q in range(0, count, DEPTH):
+        at = q + tl.arange(0, DEPTH)
+        where = ((at // taps) * stride + at % taps)[:, None] + (item * taps)[None, :]
+        total += tl.load(partial + source + where, mask=(at < count)[:, None] & (item < items)[None, :], other=0.0)
+    result = tl.sum(total, 0)
+    exists = item < items
+    if edges < 0:
+        tl.store(norms + target + item, tl.sqrt(result), mask=exists)
+    else:
+        offset = tl.load(free + (edges + item) * 2, mask=exists, other=-1)
+        g_address = tl.load(header + tl.load(record + SLOT) * HEADER + GRAD)
+        g_least = tl.where(g_address != 0, 0, 2**62)
+        w = tl.load(tl.load(record + WEIGHT).to(tl.pointer_type(DTYPE)) + offset, mask=offset >= 0, other=0.0).to(ACC)
+        g = tl.load(g_address.to(tl.pointer_type(DTYPE)) + offset, mask=offset >= g_least, other=0.0).to(ACC)
+        s = w * g
+        if WEIGHTED:
+            s *= tl.load(norms + tl.load(free + (edges + item) * 2 + 1, mask=exists, other=0))
+        sign = tl.load(hyper + tl.load(record + GROUP) * HYPER + SIGN).to(ACC)
+        tl.store(sums + target + item, sign * (result - s), mask=exists)
+    if LAST and tl.program_id(0) == 0:
+        found = tl.load(flags + PENDING)
+        tl.store(flags + SKIP, found)
+        tl.store(flags + SKIPPED, tl.load(flags + SKIPPED) + found)
+        tl.store(flags + PENDING, 0)
+
+
+@triton.jit
+def roots_pass(
+    roots, lists, params, header, hyper, sums, norms, flags, incoming, outgoing, root_grad, shrink, buffer, fresh,
+    ratio, raw, count,
+    GATHER: tl.constexpr, MOVE: tl.constexpr, WEIGHTED: tl.constexpr, NORMS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
+    MAX_RATIO: tl.constexpr, MAX_DRIFT: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, ROOTS: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """GATHER: the inverse chain rule, q(r)/v. MOVE: momentum, path ratio, guards. Apart only when ∂ℓ/∂v is clipped.
+
+    A guard of 0 is none.
+    """
+    at = tl.program_id(0) * ROOTS + tl.arange(0, ROOTS)
+    exists = at < count
+    root = roots + at * ROOT
+    unit = tl.load(root, mask=exists, other=0)
+    group = tl.load(root + 6, mask=exists, other=0)
+    value = tl.load(incoming + unit, mask=exists, other=1.0) * tl.load(outgoing + unit, mask=exists, other=1.0)
+    if GATHER:
+        start, length = tl.load(root + 1, mask=exists, other=0), tl.load(root + 2, mask=exists, other=0).to(tl.int32)
+        behind = tl.zeros([ROOTS, LENGTH], ACC)
+        for k in range(0, tl.max(length, 0), LENGTH):
+            step = k + tl.arange(0, LENGTH)
+            there = step[None, :] < length[:, None]
+            index = tl.load(lists + start[:, None] + step[None, :], mask=there, other=0)
+            behind += tl.load(sums + index, mask=there, other=0.0)
+        record = params + tl.load(root + 3, mask=exists, other=0) * FIELDS
+        offset = tl.load(root + 4, mask=exists, other=0)
+        g_address = tl.load(header + tl.load(record + SLOT) * HEADER + GRAD)
+        w = tl.load(tl.load(record + WEIGHT).to(tl.pointer_type(DTYPE)) + offset, mask=exists, other=0.0).to(ACC)
+        g = tl.load(g_address.to(tl.pointer_type(DTYPE)) + offset, mask=exists & (g_address != 0), other=0.0).to(ACC)
+        s = w * g * tl.load(hyper + group * HYPER + SIGN).to(ACC)
+        norm = tl.full([ROOTS], 1.0, ACC)
+        if NORMS:
+            norm = tl.load(norms + tl.load(root + 5, mask=exists, other=0))
+        if WEIGHTED:
+            s *= norm
+            norm = tl.full([ROOTS], 1.0, ACC)
+        tl.store(root_grad + unit, (s - tl.sum(behind, 1)) / norm / value, mask=exists)
+    if MOVE:
+        go = at < tl.where(tl.load(flags + SKIP) == 0, count, 0)
+        d = tl.load(root_grad + unit, mask=exists, other=0.0)
+        if not GATHER:
+            d *= tl.load(shrink)
+        if HAS_MOMENTUM:
+            momentum = tl.load(hyper + group * HYPER + MOMENTUM).to(ACC)
+            damped = (1 - tl.load(hyper + group * HYPER + DAMPENING)).to(ACC)
+            old = tl.load(buffer + unit, mask=exists, other=0.0)
+            new = tl.where(tl.load(fresh) != 0, d, momentum * old + damped * d)
+            tl.store(buffer + unit, new, mask=go)
+            look = tl.where(tl.load(hyper + group * HYPER + NESTEROV) != 0, d + momentum * new, new)
+            d = tl.where(momentum != 0, look, d)
+        r = 1 - tl.load(hyper + group * HYPER + LR).to(ACC) * d / value
+        tl.store(raw + unit, r, mask=go)
+        if MAX_RATIO > 0:
+            r = tl.where(r > MAX_RATIO, MAX_RATIO, tl.where(r < 1 / MAX_RATIO, 1 / MAX_RATIO, r))
+        if MAX_DRIFT > 0:
+            size = tl.abs(value)
+            low = tl.where(size > 1 / MAX_DRIFT, 1 / MAX_DRIFT, size) / size
+            high = tl.where(size < MAX_DRIFT, MAX_DRIFT, size) / size
+            r = tl.where(r < low, low, r)
+            r = tl.where(r > high, high, r)
+        tl.store(ratio + unit, r, mask=go)
+
+
+@triton.jit
+def units_pass(
+    root, ratio, incoming, outgoing, factors, flags, count, SPREAD: tl.constexpr, ACC: tl.constexpr, UNITS: tl.constexpr
+):
+    """Factors of each unit as tail and as head: what its gradients, weights and skeleton weights are multiplied by.
+
+    `factors` is (3, 2, H + 1): 1/Ĩ and 1/Õ; 1/(R·c) and c; 1/c and R·c, where c is the scale that spreads R, or 1.
+    """
+    u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    exists = u < count
+    r = tl.load(ratio + tl.load(root + u, mask=exists, other=0), mask=exists, other=1.0)
+    c = tl.full([UNITS], 1.0, ACC)
+    if SPREAD:
+        c = tl.where(u > 0, 1 / tl.sqrt(tl.abs(r)), 1.0)
+    into, out = tl.load(incoming + u, mask=exists, other=1.0), tl.load(outgoing + u, mask=exists, other=1.0)
+    tl.store(factors + u, 1 / into, mask=exists)
+    tl.store(factors + count + u, 1 / out, mask=exists)
+    tl.store(factors + 2 * count + u, 1 / (r * c), mask=exists)
+    tl.store(factors + 3 * count + u, c, mask=exists)
+    tl.store(factors + 4 * count + u, 1 / c, mask=exists)
+    tl.store(factors + 5 * count + u, r * c, mask=exists)
+    go = u < tl.where(tl.load(flags + SKIP) == 0, count, 0)
+    tl.store(incoming + u, into * r * c, mask=go)
+    tl.store(outgoing + u, out / c, mask=go)
+
+
+@triton.jit
+def _update(
+    record, header, values, index, factors, norms, shrink, group, row0, column0, units,
+    WIDE: tl.constexpr, APPLY: tl.constexpr, CLIP: tl.constexpr, NORMS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
+    HAS_DECAY: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    rows, columns, lanes = _field(record, R), _field(record, C), _field(record, LANES)
+    down, across, steps = _field(record, DOWN), _field(record, ACROSS), _field(record, STEPS)
+    if WIDE:
+        columns, lanes, column0 = _even(columns, VECTOR), _even(lanes, VECTOR), _even(column0, VECTOR)
+    unit = tl.load(record + UNIT) != 0
+    g_address = tl.load(header + GRAD)
+    start = tl.load(record + OFFSET) + (group * rows + row0).to(tl.int64) * columns + column0
+    w_base = _address(tl.load(record + WEIGHT), start, WIDE, DTYPE, VECTOR)
+    g_base = _address(g_address, start, WIDE, DTYPE, VECTOR)
+    b_base = _address(tl.load(header + BUFFER), start, WIDE, DTYPE, VECTOR)
+    fresh = tl.load(header + FRESH) != 0
+    lr, momentum = tl.load(values + LR).to(ACC), tl.load(values + MOMENTUM).to(ACC)
+    damped, nesterov = (1 - tl.load(values + DAMPENING)).to(ACC), tl.load(values + NESTEROV) != 0
+    decay, sign = tl.load(values + DECAY).to(ACC), tl.load(values + SIGN).to(ACC)
+    if CLIP:
+        sign *= tl.where(unit, tl.load(shrink), 1.0)
+    count_r, count_c = _field(record, GROUPS) * rows, _field(record, GROUPS) * columns
+    row_table = index + tl.load(record + ROW_TABLE) + group * rows
+    column_table = index + tl.load(record + COLUMN_TABLE) + group * columns
+    unit_rows, unit_columns = _units(record, rows, columns)
+    g_rows, b_rows = tl.where(g_address != 0, rows, 0), tl.where(momentum != 0, rows, 0)
+    old_rows = tl.where(fresh, 0, b_rows)
+    lane, line = tl.arange(0, WIDTH), tl.arange(0, ROWS)
+    square = tl.zeros([ROWS, WIDTH], ACC)
+    for i in range(steps):
+        row = row0 + i * down * ROWS + line
+        column = column0 + i * across * lanes + lane
+        offset = (i * down * ROWS + line)[:, None] * columns + (i * across * lanes + lane)[None, :]
+        there = (lane < lanes) & (column < columns)
+        w = tl.load(w_base + offset, mask=(row < rows)[:, None] & there[None, :], other=0.0).to(ACC)
+        g = tl.load(g_base + offset, mask=(row < g_rows)[:, None] & there[None, :], other=0.0).to(ACC) * sign
+        id_r = tl.load(row_table + row, mask=row < unit_rows, other=0)
+        id_c = tl.load(column_table + column, mask=column < unit_columns, other=0)
+        entry_r = tl.load(row_table + count_r + row, mask=row < unit_rows, other=-1)
+        entry_c = tl.load(column_table + count_c + column, mask=column < unit_columns, other=-1)
+        i_r, i_c = tl.load(factors + id_r), tl.load(factors + id_c)
+        inverse = i_r[:, None] * i_c[None, :]
+        if NORMS:
+            n_r = tl.load(row_table + 2 * count_r + row, mask=row < unit_rows, other=0)
+            n_c = tl.load(column_table + 2 * count_c + column, mask=column < unit_columns, other=0)
+            g *= tl.load(norms + n_r[:, None] + n_c[None, :])
+        d = g * inverse
+        by_row, by_column = entry_r[:, None] == column[None, :], entry_c[None, :] == row[:, None]
+        if APPLY:
+            if HAS_DECAY:
+                d += decay * (w * ((1 / i_r)[:, None] * (1 / i_c)[None, :]))
+            if HAS_MOMENTUM:
+                old = tl.load(b_base + offset, mask=(row < old_rows)[:, None] & there[None, :], other=0.0).to(ACC)
+                new = tl.where(fresh, d, momentum * old + damped * d).to(DTYPE)
+                tl.store(b_base + offset, new, mask=(row < b_rows)[:, None] & there[None, :])
+                # What is stored is what is used, in the precision of the buffer.
+                d = tl.where(momentum != 0, tl.where(nesterov, d + momentum * new.to(ACC), new.to(ACC)), d)
+            m_r, m_c = tl.load(factors + 2 * units + id_r), tl.load(factors + 2 * units + id_c)
+            s_r, s_c = tl.load(factors + 4 * units + id_r), tl.load(factors + 4 * units + id_c)
+            moved = (w - lr * d * inverse) * (m_r[:, None] * m_c[None, :])
+            moved = tl.where(by_row, w * (s_r[:, None] * m_c[None, :]), moved)
+            moved = tl.where(by_column, w * (m_r[:, None] * s_c[None, :]), moved)
+            tl.store(w_base + offset, moved.to(DTYPE), mask=(row < rows)[:, None] & there[None, :])
+        else:
+            square += tl.where(by_row | by_column, 0.0, tl.where(unit, d * d, 0.0))
+    return tl.sum(tl.sum(square, 1), 0)
+
+
+@triton.jit
+def update_pass(
+    chunks, params, header, hyper, index, factors, norms, flags, shrink, squares, units,
+    APPLY: tl.constexpr, CLIP: tl.constexpr, NORMS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, HAS_DECAY: tl.constexpr,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """w ← (w − lr·d·i)·m with i = 1/(Ĩ·Õ), d the direction of ∂ℓ/∂v = g·n·i; skeleton entries by their own factors.
+
+    Without APPLY it writes nothing but the sum of (∂ℓ/∂v)² over the chunk. Chunks are taken from the last to the first:
+    what `flow_pass` read last is still in the cache.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    chunk = chunks + program * 4
+    record = params + tl.load(chunk) * FIELDS
+    header += tl.load(record + SLOT) * HEADER
+    values = hyper + tl.load(record + GROUP) * HYPER
+    group, row0, column0 = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
+    # A parameter outside every unit and without a gradient is left alone, as torch does.
+    if (tl.load(flags + SKIP) == 0) & ((tl.load(record + UNIT) != 0) | (tl.load(header + GRAD) != 0)):
+        if tl.load(record + EVEN) != 0:
+            total = _update(
+                record, header, values, index, factors, norms, shrink, group, row0, column0, units,
+                WIDE, APPLY, CLIP, NORMS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS, WIDTH,
+            )  # fmt: skip
+        else:
+            total = _update(
+                record, header, values, index, factors, norms, shrink, group, row0, column0, units,
+                False, APPLY, CLIP, NORMS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS // THIN, WIDTH,
+            )  # fmt: skip
+        if not APPLY:
+            tl.store(squares + program, total)

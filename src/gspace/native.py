@@ -1,0 +1,177 @@
+"""Runs the passes of `kernels.c` on a CPU: compiled where there is a C compiler, once, and kept in the user's cache.
+
+A step is one call. It reads the same tables as the kernels for GPUs (`tables.py`) and gives the same result whatever
+the number of threads.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from array import array
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gspace.step import BatchNormRule, Layer
+from gspace.tables import Groups, Network, Tile, hyper_parameters
+from gspace.tables import refusal as table_refusal
+
+REAL = {torch.float32: "float", torch.float64: "double"}
+# Rows of the part of a large weight that one core works on at a time, and columns.
+TILE = Tile(rows=128, width=4096, loops=1, warps=1)
+FOLD = 64  # sums that are folded at a time
+FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared"]
+THREADS = [["-fopenmp"], ["-fopenmp-simd"], []]  # the first that the compiler understands
+WORK = 1 << 15  # weights that are worth a thread
+
+
+TABLES = ("params", "jobs", "free", "roots", "chunks", "blocks", "units", "lists")
+SCRATCH = ("root", "partial", "norms", "sums", "factors", "root_grad", "ratio", "raw", "squares")
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in (*TABLES, *SCRATCH)]
+        + [(name, ctypes.c_int64) for name in "n_chunks n_blocks norm_blocks n_roots n_units items".split()]
+        + [(name, ctypes.c_int64) for name in "paper normalized spread threads".split()]
+        + [(name, ctypes.c_double) for name in "max_ratio max_drift max_norm".split()]
+    )
+
+
+class NativeError(RuntimeError):
+    """There is no compiled step here, and why."""
+
+
+def _cache() -> Path:
+    """A folder that only this user can write to."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "gspace"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="gspace-"))
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="gspace-"))
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return "".join(sorted({x for x in lines if x.startswith(("flags", "Features", "model name"))}))
+    except OSError:
+        return platform.platform() + platform.processor()
+
+
+@functools.cache
+def library(real: str) -> ctypes.CDLL:
+    """The compiled passes for "float" or "double"."""
+    compiler = next(filter(None, map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))), None)
+    if compiler is None:
+        raise NativeError("no C compiler was found (CC, cc, gcc, clang)")
+    source = resources.files("gspace").joinpath("kernels.c").read_text()
+    key = hashlib.sha256("\0".join([source, real, compiler, _processor(), *FLAGS]).encode()).hexdigest()[:16]
+    folder = _cache()
+    target = folder / f"kernels-{real}-{key}.so"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            text, made = Path(work) / "kernels.c", Path(work) / "kernels.so"
+            text.write_text(source)
+            for more in THREADS:
+                command = [compiler, *FLAGS, *more, f"-DREAL={real}", str(text), "-o", str(made), "-lm"]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode == 0:
+                    break
+            else:
+                raise NativeError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+            made.replace(target)
+    try:
+        found = ctypes.CDLL(str(target))
+    except OSError as error:
+        raise NativeError(f"{target} cannot be loaded: {error}") from error
+    found.step.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int]
+    found.step.restype = ctypes.c_int
+    return found
+
+
+def refusal(layers: Sequence[Layer], weights: Sequence[Tensor], rule: BatchNormRule) -> str | None:
+    """Why the compiled step cannot run on these parameters, None if it can."""
+    if not layers:
+        return "no parameter touches a unit"
+    if any(w.device.type != "cpu" for w in weights):
+        return "parameters are not on a CPU"
+    if weights[0].dtype not in REAL:
+        return f"no compiled step for {weights[0].dtype}"
+    try:
+        library(REAL[weights[0].dtype])
+    except NativeError as error:
+        return str(error)
+    return table_refusal(layers, weights, rule, TILE)
+
+
+class NativeStep:
+    """One step on all parameters of a network."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.call = library(REAL[network.dtype]).step
+        t, sizes = network.tables, network.sizes
+        self.plan = _Plan(
+            **{name: getattr(t, name).data_ptr() for name in TABLES},
+            **{name: getattr(network, name).data_ptr() for name in SCRATCH},
+            n_chunks=len(t.chunks),
+            n_blocks=len(t.blocks),
+            norm_blocks=sizes.norm_blocks,
+            n_roots=len(t.roots),
+            n_units=len(network.root),
+            items=network.fold_items,
+            paper=network.weighted,
+            normalized=network.normalized,
+            spread=network.spread,
+            max_ratio=network.max_ratio,
+            max_drift=network.max_drift,
+            max_norm=network.max_norm or 0.0,
+        )
+        self.address = ctypes.addressof(self.plan)
+        self.most_threads = max(1, sum(p.numel() for p in network.parameters) // WORK)
+
+    def step(
+        self,
+        groups: Groups,
+        grads: Sequence[Tensor | None],
+        buffers: Sequence[Tensor | None],
+        fresh: Sequence[bool],
+        incoming: Tensor,
+        outgoing: Tensor,
+        root_buffer: Tensor | None,
+        root_fresh: bool,
+    ) -> bool:
+        """Moves parameters, buffers and coordinates in place; False, and nothing moved, if a gradient is not finite.
+
+        Gradients and buffers lie in memory like their parameters; None is a missing one.
+        """
+        header = array("q")
+        for g, b, new in zip(grads, buffers, fresh, strict=True):
+            header.extend((0 if g is None else g.data_ptr(), 0 if b is None else b.data_ptr(), new))
+        hyper = hyper_parameters(groups)
+        self.plan.threads = min(torch.get_num_threads(), self.most_threads)
+        taken = self.call(
+            self.address,
+            header.buffer_info()[0],
+            hyper.buffer_info()[0],
+            incoming.data_ptr(),
+            outgoing.data_ptr(),
+            0 if root_buffer is None else root_buffer.data_ptr(),
+            root_fresh,
+        )
+        if taken:
+            torch.autograd.graph.increment_version(self.network.parameters)
+            torch.autograd.graph.increment_version((incoming, outgoing))
+        return bool(taken)

@@ -1,0 +1,405 @@
+"""A network as tables of integers, for kernels that work on all parameters in one launch.
+
+A parameter in memory is a stack of matrices `(group, row, column)`, with units on rows and on columns: a linear or
+convolution weight has its heads on rows and its tails on columns; a weight stored (in, out) the other way round; taps
+lie on columns, or on rows where channels come last. The kernels read this from one record per parameter, and work on
+the matrices chunk by chunk. Which numbers a record holds is written in `RECORD`.
+
+| table | rows | columns |
+|---|---|---|
+| params | parameters | `RECORD` |
+| chunks | programs of the two passes | parameter, group, first row, first column |
+| jobs | folds of partial sums | parameter, source, sums per item, taps, stride, items, target, edges (−1: norms) |
+| blocks | programs of the fold | job, first item |
+| units | rows of each parameter; columns | units; skeleton entries (the column of a row, the row of a column, or −1); \
+row norms (the sum over row and column is an index; index 0 is a norm of 1) |
+| free | inputs of parameters | offset of the free entry (−1 if none), index of its row norm |
+| roots | roots | unit, start and length of its list, parameter and offset of in(r), its row norm, its group |
+| lists | – | which sums lie behind a root |
+"""
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspace.step import BatchNormRule, Layer
+
+RECORD = (
+    "weight slot offset groups rows columns lanes steps down across row_table column_table column_out column_stride "
+    "row_out row_stride period swap flow normal group unit chunk_rows chunk_columns even"
+).split()
+Record = dict[str, int]
+Groups = Sequence[Mapping[str, Any]]
+# A tile of a parameter whose rows are no multiple of 16 bytes has that many times fewer rows: it needs more registers.
+ODD = 4
+
+
+class Tile(NamedTuple):
+    """Work of one program: `loops` tiles of rows × width, side by side or one below the other."""
+
+    rows: int = 16
+    width: int = 256
+    loops: int = 4
+    warps: int = 4
+
+
+class Tables(NamedTuple):
+    params: Tensor
+    chunks: Tensor
+    jobs: Tensor
+    blocks: Tensor
+    units: Tensor
+    free: Tensor
+    roots: Tensor
+    lists: Tensor
+
+
+class Sizes(NamedTuple):
+    """How many partial sums, sums and norms there are, and programs of the fold that fold norms (they come first)."""
+
+    partials: int
+    sums: int
+    norms: int
+    norm_blocks: int
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter as it lies in memory, `groups` matrices of `rows` × `columns`.
+
+    Attributes:
+        swap: Tails on rows and heads on columns.
+        row_div: Rows per unit: the taps, if they lie on rows.
+        column_div: Columns per unit.
+    """
+
+    groups: int
+    rows: int
+    columns: int
+    swap: bool
+    row_div: int
+    column_div: int
+
+
+def as_matrix(view: Tensor) -> Matrix | None:
+    """The matrices that the view `(group, out, in, *taps)` of a parameter fills densely; None if it does not.
+
+    Where several orders fit, the one with the longest rows: a bias is one row.
+    """
+    groups, out, into = view.shape[:3]
+    taps, t = range(3, view.dim()), math.prod(view.shape[3:])
+    orders = {
+        Matrix(groups, out, into * t, False, 1, t): (0, 1, 2, *taps),
+        Matrix(groups, out * t, into, False, t, 1): (0, 1, *taps, 2),
+        Matrix(groups, into, out * t, True, 1, t): (0, 2, 1, *taps),
+        Matrix(groups, into * t, out, True, t, 1): (0, 2, *taps, 1),
+    }
+    found = [matrix for matrix, order in orders.items() if view.permute(order).is_contiguous()]
+    return max(found, key=lambda m: m.columns, default=None)
+
+
+def is_dense(parameter: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory without gaps, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(parameter.stride(), parameter.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def refusal(layers: Sequence[Layer], weights: Sequence[Tensor], rule: BatchNormRule, tile: Tile = Tile()) -> str | None:
+    """Why these parameters do not fit into tables, None if they do."""
+    if len({(w.device, w.dtype) for w in weights}) > 1:
+        return "parameters differ in dtype or device"
+    for layer, weight in zip(layers, weights, strict=True):
+        matrix, name = as_matrix(layer.edges.view(weight)), layer.edges.name
+        if matrix is None:
+            return f"{name} is not dense in memory"
+        if layer.edges.normalized and rule == "released":
+            if matrix.swap and matrix.row_div > 1:
+                return f"{name} feeds a BatchNorm, is stored (in, out) and has its taps on rows"
+            if not matrix.swap and matrix.column_div > tile.width:
+                return f"{name} feeds a BatchNorm and has {matrix.column_div} taps"
+    return None
+
+
+class Network:
+    """The tables of a network on its device, and the memory that a step works in: O(H), and a little per chunk.
+
+    Args:
+        layers, weights: Parameters that touch units.
+        outside: Other parameters of the same dtype and device: plain SGD, in the same passes.
+        groups: Parameter group of each of `weights` and `outside`.
+        root: Root of each unit.
+        unit_group: Parameter group of in(r) of each root r.
+        ratio, raw: Where path ratios are left, bounded and not; ones.
+        max_ratio, max_drift, max_path_grad_norm: Kept as 0 where there is no bound.
+        fold_items: Items of one program of the fold.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        weights: Sequence[Tensor],
+        outside: Sequence[Tensor],
+        groups: Sequence[int],
+        root: Tensor,
+        unit_group: Tensor,
+        ratio: Tensor,
+        raw: Tensor,
+        *,
+        rule: BatchNormRule,
+        spread: bool,
+        max_ratio: float,
+        max_drift: float,
+        max_path_grad_norm: float | None,
+        tile: Tile,
+        fold_items: int,
+    ) -> None:
+        self.parameters = [*weights, *outside]
+        self.spread, self.tile, self.fold_items = spread, tile, fold_items
+        self.max_ratio, self.max_drift = (
+            0.0 if bound == math.inf else float(bound) for bound in (max_ratio, max_drift)
+        )
+        self.max_norm = max_path_grad_norm
+        device = weights[0].device
+        self.dtype = torch.float64 if weights[0].dtype == torch.float64 else torch.float32
+        builder = Builder(rule, tile, len(root), fold_items)
+        for layer, w, group in zip(layers, weights, groups, strict=False):
+            builder.add_layer(layer, w, group)
+        for p, group in zip(outside, groups[len(weights) :], strict=True):
+            builder.add_plain(p, group)
+        found, self.sizes = builder.finish(root.cpu(), unit_group.cpu())
+        self.tables = Tables(*(t.contiguous().to(device) for t in found))
+        self.root = root.to(device, torch.int32)
+        self.normalized = self.sizes.norms > 1
+        self.weighted = self.normalized and rule == "paper"
+
+        def scratch(size: int, fill: float = 0.0) -> Tensor:
+            return torch.full((max(size, 1),), fill, dtype=self.dtype, device=device)
+
+        H = len(root)
+        self.partial, self.sums = scratch(self.sizes.partials), scratch(self.sizes.sums)
+        self.norms = scratch(self.sizes.norms, 1.0)
+        self.factors, self.root_grad = scratch(6 * H), scratch(H)
+        self.ratio, self.raw = ratio, raw
+        self.squares = scratch(len(self.tables.chunks))
+
+
+def hyper_parameters(groups: Groups) -> "array[float]":
+    """Hyper-parameters as the passes read them; 0 for one that lies in a tensor on a device."""
+    numbers = array("d")
+    for group in groups:
+        lr, decay = _number(group["lr"]), _number(group["weight_decay"])
+        sign = -1.0 if group["maximize"] else 1.0
+        numbers.extend((lr, group["momentum"], group["dampening"], group["nesterov"], decay, sign))
+    return numbers
+
+
+def _number(value: float | Tensor) -> float:
+    if isinstance(value, Tensor):
+        return float(value) if value.device.type == "cpu" else 0.0
+    return value
+
+
+class Builder:
+    """Fills the tables, parameter by parameter."""
+
+    def __init__(self, rule: BatchNormRule, tile: Tile, units: int, fold_items: int) -> None:
+        self.rule, self.tile, self.units, self.fold_items = rule, tile, units, fold_items
+        self.params: list[list[int]] = []
+        self.chunks: list[Tensor] = []
+        self.index: list[Tensor] = []
+        self.free: list[Tensor] = []
+        self.jobs: list[list[int]] = []
+        self.tails: list[Tensor] = []
+        self.roots: list[Tensor] = []
+        self.slots = self.indices = self.partials = self.sums = 0
+        self.norms = 1  # the first is 1
+
+    def add_plain(self, parameter: Tensor, group: int) -> None:
+        """A parameter that touches no unit, any dense tensor: rows as wide as a tile, and one with the rest."""
+        width, n = self.tile.width, parameter.numel()
+        common = {"weight": parameter.data_ptr(), "slot": self.slots, "group": group}
+        for rows, columns, offset in ((n // width, width, 0), (1, n % width, n // width * width)):
+            if rows * columns:
+                shape = {"rows": rows, "columns": columns, "lanes": width, "offset": offset}
+                self._add(common | shape, 1, parameter, across=False)
+        self.slots += 1
+
+    def add_layer(self, layer: Layer, weight: Tensor, group: int) -> None:
+        e, matrix = layer.edges, as_matrix(layer.edges.view(weight))
+        if matrix is None:
+            raise ValueError(f"{e.name} is not dense in memory")
+        head, tail = e.head.cpu().reshape(-1), e.tail.cpu().reshape(-1)
+        norm_rows, norm_columns, norms = self._norm_places(matrix) if e.normalized else _no_norms(matrix)
+        offset = _offsets(layer, weight)
+        cell = _Cells(matrix, offset)
+        is_root = (layer.root > 0).cpu()
+        on_row = ~is_root if matrix.swap else is_root
+        # Ids of heads follow those of tails: the kernels keep both kinds of factors in one vector.
+        row_units, column_units = (tail, head + self.units) if matrix.swap else (head + self.units, tail)
+        row_entry, column_entry = torch.full_like(norm_rows, -1), torch.full_like(norm_columns, -1)
+        row_entry[cell.row[on_row]] = cell.column_in_group[on_row]
+        column_entry[cell.column[~on_row]] = cell.row_in_group[~on_row]
+        row_table = self._put(row_units.repeat_interleave(matrix.row_div), row_entry, norm_rows)
+        column_table = self._put(column_units.repeat_interleave(matrix.column_div), column_entry, norm_columns)
+        period = matrix.column_div if e.normalized and self.rule == "released" and not matrix.swap else 1
+        record = {
+            "weight": weight.data_ptr(),
+            "slot": self.slots,
+            "rows": matrix.rows,
+            "columns": matrix.columns,
+            "lanes": _multiple(self.tile.width, period),
+            "period": period,
+            "row_table": row_table,
+            "column_table": column_table,
+            "swap": matrix.swap,
+            "flow": bool(tail.any()),
+            "normal": e.normalized,
+            "group": group,
+            "unit": True,
+        }
+        # Sums along rows are kept in registers while tiles go across, sums along columns while they go down.
+        k, record = self._add(record, matrix.groups, weight, across=e.normalized or matrix.swap)
+        norm_at = norm_rows[cell.row] + norm_columns[cell.column]
+        if e.normalized:
+            self._fold(k, record, on_rows=not matrix.swap, items=norms, target=self.norms, edges=-1)
+            self.norms += norms
+        if record["flow"]:
+            free = torch.full((len(tail), 2), -1)
+            free[:, 1] = 0
+            item = cell.row // matrix.row_div if matrix.swap else cell.column // matrix.column_div
+            free[item[~is_root]] = torch.stack([offset, norm_at], 1)[~is_root]
+            self._fold(k, record, on_rows=matrix.swap, items=len(tail), target=self.sums, edges=self.sums)
+            self.free.append(free)
+            self.tails.append(tail)
+            self.sums += len(tail)
+        unit = layer.root.cpu()
+        self.roots.append(torch.stack([unit, torch.full_like(unit, k), offset, norm_at], 1)[is_root])
+        self.slots += 1
+
+    def _add(self, given: Record, groups: int, parameter: Tensor, *, across: bool) -> tuple[int, Record]:
+        """Cuts a parameter into chunks, reserves its partial sums and writes its record."""
+        record = dict.fromkeys(RECORD, 0) | {"groups": groups, "period": 1} | given
+        rows, columns, lanes = record["rows"], record["columns"], record["lanes"]
+        # 16 bytes at a time, if every row and every tile begins at a multiple.
+        even = all(x * parameter.element_size() % 16 == 0 for x in (columns, lanes, record["offset"]))
+        high = self.tile.rows if even else self.tile.rows // ODD
+        fits = -(-columns // lanes) if across else -(-rows // high)
+        steps = max(1, min(self.tile.loops, fits))
+        chunk_rows, chunk_columns = high * (1 if across else steps), lanes * (steps if across else 1)
+        down, over = -(-rows // chunk_rows), -(-columns // chunk_columns)
+        row_width, column_width = groups * rows * record["period"], groups * columns
+        record |= {
+            "steps": steps,
+            "across": across,
+            "down": not across,
+            "chunk_rows": chunk_rows,
+            "chunk_columns": chunk_columns,
+            "column_out": self.partials,
+            "column_stride": column_width,
+            "row_out": self.partials + down * column_width,
+            "row_stride": row_width,
+            "even": even,
+        }
+        swap, flow, normal = record["swap"], record["flow"], record["normal"]
+        if record["unit"]:
+            self.partials += down * column_width + (over * row_width if normal or (swap and flow) else 0)
+        k = len(self.params)
+        grid = torch.cartesian_prod(
+            torch.arange(groups), torch.arange(down) * chunk_rows, torch.arange(over) * chunk_columns
+        )
+        self.chunks.append(torch.cat([torch.full((len(grid), 1), k), grid.reshape(-1, 3)], 1))
+        self.params.append([int(record[name]) for name in RECORD])
+        return k, record
+
+    def _norm_places(self, matrix: Matrix) -> tuple[Tensor, Tensor, int]:
+        """Where norms are: an index per row and one per column of the matrix, to be added; how many there are."""
+        rows, columns = torch.arange(matrix.groups * matrix.rows), torch.arange(matrix.groups * matrix.columns)
+        whole = self.rule == "paper"
+        if matrix.swap:
+            norm = columns // matrix.column_div if whole else columns
+            return torch.zeros_like(rows), self.norms + norm, int(norm[-1]) + 1
+        if whole:
+            norm = rows // matrix.row_div
+            return self.norms + norm, torch.zeros_like(columns), int(norm[-1]) + 1
+        period = matrix.column_div
+        return self.norms + rows * period, columns % period, len(rows) * period
+
+    def _fold(self, k: int, record: Record, *, on_rows: bool, items: int, target: int, edges: int) -> None:
+        side, extent = ("row", "columns") if on_rows else ("column", "rows")
+        parts = -(-record[extent] // record[f"chunk_{extent}"])
+        taps = record[f"{side}_stride"] // items
+        self.jobs.append([k, record[f"{side}_out"], parts * taps, taps, record[f"{side}_stride"], items, target, edges])
+
+    def _put(self, *vectors: Tensor) -> int:
+        start = self.indices
+        self.indices += sum(map(len, vectors))
+        self.index += vectors
+        return start
+
+    def finish(self, root: Tensor, unit_group: Tensor) -> tuple[Tables, Sizes]:
+        jobs = sorted(self.jobs, key=lambda job: job[-1] >= 0)
+        blocks = [[i, first] for i, job in enumerate(jobs) for first in range(0, job[5], self.fold_items)]
+        norm_blocks = sum(-(-job[5] // self.fold_items) for job in jobs if job[-1] < 0)
+        if norm_blocks == len(blocks):
+            # The fold's first program also decides whether the step is taken: there is always one.
+            jobs, blocks = [*jobs, [0, 0, 0, 1, 0, 0, 0, 0]], [*blocks, [len(jobs), 0]]
+        nothing = torch.empty(0, dtype=torch.long)
+        behind = root[torch.cat([nothing, *self.tails])]
+        order = behind.argsort(stable=True)
+        order = order[behind[order] > 0]
+        length = torch.bincount(behind[order], minlength=len(root))
+        start = length.cumsum(0) - length
+        units = torch.cat([nothing.reshape(0, 4), *self.roots])
+        units = units[units[:, 0].argsort()]
+        u = units[:, 0]
+        roots = torch.stack([u, start[u], length[u], units[:, 1], units[:, 2], units[:, 3], unit_group[u]], 1)
+        tables = Tables(
+            params=torch.tensor(self.params),
+            chunks=torch.cat(self.chunks).int(),
+            jobs=torch.tensor(jobs),
+            blocks=torch.tensor(blocks).int(),
+            units=torch.cat([nothing, *self.index]).int(),
+            free=torch.cat([nothing.reshape(0, 2), *self.free]),
+            roots=roots,
+            lists=order.int(),
+        )
+        return tables, Sizes(self.partials, self.sums, self.norms, norm_blocks)
+
+
+class _Cells:
+    """Rows and columns of memory offsets, counted over all groups and within theirs."""
+
+    def __init__(self, matrix: Matrix, offset: Tensor) -> None:
+        size = matrix.rows * matrix.columns
+        group = offset // size
+        self.row_in_group, self.column_in_group = offset % size // matrix.columns, offset % matrix.columns
+        self.row = group * matrix.rows + self.row_in_group
+        self.column = group * matrix.columns + self.column_in_group
+
+
+def _no_norms(matrix: Matrix) -> tuple[Tensor, Tensor, int]:
+    zero = torch.zeros(1, dtype=torch.long)
+    return zero.repeat(matrix.groups * matrix.rows), zero.repeat(matrix.groups * matrix.columns), 0
+
+
+def _offsets(layer: Layer, weight: Tensor) -> Tensor:
+    """Offset in memory of each skeleton entry, from the parameter's first element."""
+    offset = torch.zeros(len(layer.root), dtype=torch.long)
+    for index, stride in zip(layer.entries, weight.stride(), strict=True):
+        offset += index.cpu() * stride
+    return offset
+
+
+def _multiple(width: int, period: int) -> int:
+    """The most lanes of a tile that hold whole periods, a multiple of 4 where possible: 16-byte loads stay aligned."""
+    wide = math.lcm(period, 4)
+    return width // wide * wide or width // period * period

@@ -1,0 +1,517 @@
+"""Every fast way of a step against the definition (`foreach=False`).
+
+Without a GPU the Triton kernels run in Triton's interpreter, with tiles so small that every edge of a matrix is met.
+What they read, the tables, they share with the compiled step for CPUs, which runs on every architecture of the zoo.
+"""
+
+import copy
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import gspace
+import zoo
+from cases import CASES, Case
+from gspace import fast, native
+from gspace.tables import Tile, as_matrix
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = Tile(rows=4, width=16, loops=2, warps=4)
+WIDE = Tile(rows=4, width=64, loops=2, warps=4)  # holds the 7 x 7 taps of a stem
+
+
+def triton_way(optimizer: gspace.GSGD, tile: Tile = SMALL) -> None:
+    """Binds the kernels, on a CPU in the interpreter."""
+    pytest.importorskip("triton")
+    from gspace import launch
+
+    reason = launch.refusal(optimizer._layers, optimizer._weights, optimizer.batch_norm, tile)
+    assert reason is None, reason
+    optimizer._fast = fast._tabulate(optimizer, launch.FusedStep, tile, 8)
+
+
+def native_way(optimizer: gspace.GSGD, tile: Tile = native.TILE) -> None:
+    reason = native.refusal(optimizer._layers, optimizer._weights, optimizer.batch_norm)
+    if reason is not None and "compiler" in reason:
+        pytest.skip(reason)
+    assert reason is None, reason
+    optimizer._fast = fast._tabulate(optimizer, native.NativeStep, tile, native.FOLD)
+
+
+def foreach_way(optimizer: gspace.GSGD) -> None:
+    found = fast._foreach(optimizer)
+    assert isinstance(found, fast.Bound), found
+    optimizer._fast = found
+
+
+WAYS: dict[str, Callable[[gspace.GSGD], None]] = {
+    "triton": triton_way,
+    "native": native_way,
+    "native-small-tiles": partial(native_way, tile=Tile(4, 60, 2, 1)),
+    "foreach": foreach_way,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1, "maximize": True},
+    "paper": {"batch_norm": "paper", "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "dampening": {"momentum": 0.8, "dampening": 0.1, "max_ratio": float("inf"), "max_drift": float("inf")},
+    "spread": {"allocation": "spread", "momentum": 0.9, "nesterov": True, "batch_norm": "paper"},
+    "clip": {"max_path_grad_norm": 0.3, "momentum": 0.8, "maximize": True},
+}
+ONLY_TABLES = ("spread", "clip")  # what `foreach.py` leaves to others
+
+
+def gradients(model: nn.Module, seed: int, scale: float = 0.3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(p.shape, generator=generator, dtype=torch.float64) * scale for p in model.parameters()]
+
+
+def put(model: nn.Module, grads: list[Tensor]) -> None:
+    """Gradients laid out as autograd lays them out."""
+    for p, g in zip(model.parameters(), grads, strict=True):
+        p.grad = torch.empty_like(p).copy_(g)
+
+
+def pair(model: nn.Module, bind: Callable[[gspace.GSGD], None], **options: Any) -> tuple[gspace.GSGD, gspace.GSGD]:
+    """The definition and a fast way, on two copies of a model."""
+    other = copy.deepcopy(model)
+    definition = gspace.GSGD(model, 0.05, foreach=False, **options)
+    optimizer = gspace.GSGD(other, 0.05, **options)
+    bind(optimizer)
+    return definition, optimizer
+
+
+def run(definition: gspace.GSGD, optimizer: gspace.GSGD, steps: int = 3) -> None:
+    bound = optimizer._fast
+    for seed in range(steps):
+        for o in (definition, optimizer):
+            put(o.model, gradients(o.model, seed))
+            o.step()
+    assert optimizer._fast is bound
+    assert isinstance(bound, fast.Bound)
+    assert definition._fast == "foreach=False"
+
+
+def assert_equal(definition: gspace.GSGD, optimizer: gspace.GSGD, rtol: float = 1e-12) -> None:
+    """Relative to the norm of each tensor: single entries may cancel."""
+
+    def same(a: Tensor, b: Tensor) -> None:
+        assert float((a.double() - b.double()).norm()) <= rtol * (float(a.double().norm()) + 1e-30)
+
+    for p, q in zip(definition.model.parameters(), optimizer.model.parameters(), strict=True):
+        same(p.detach(), q.detach())
+        buffers = [o.state[x].get("momentum_buffer") for o, x in ((definition, p), (optimizer, q))]
+        if buffers[0] is not None:
+            same(*buffers)
+    roots = definition._root.unique()
+    for a, b in zip(
+        (definition.incoming, definition.outgoing, *(x[roots] for x in definition._last)),
+        (optimizer.incoming, optimizer.outgoing, *(x[roots] for x in optimizer._last)),
+        strict=True,
+    ):
+        same(a, b)
+    for a, b in zip(definition._root_state.values(), optimizer._root_state.values(), strict=True):
+        same(a[roots], b[roots])
+
+
+def build(
+    case: Case, dtype: torch.dtype = torch.float64, layout: torch.memory_format = torch.contiguous_format
+) -> nn.Module:
+    torch.manual_seed(0)
+    model = case.build().to(dtype)
+    return model.to(memory_format=layout) if any(p.dim() == 4 for p in model.parameters()) else model
+
+
+# The same step --------------------------------------------------------------------------------------------------------
+
+WITH_UNITS = [case for case in CASES if case.H_paper and not case.example]
+by_name = pytest.mark.parametrize("case", WITH_UNITS, ids=lambda case: case.name)
+
+
+def check_architecture(case: Case, way: str, name: str, layout: torch.memory_format) -> None:
+    definition, optimizer = pair(build(case, layout=layout), WAYS[way], residual=case.residual, **OPTIONS[name])
+    run(definition, optimizer)
+    assert_equal(definition, optimizer)
+
+
+@by_name
+def test_every_architecture(case: Case) -> None:
+    """Options and layouts take turns."""
+    turn = WITH_UNITS.index(case)
+    layout = (torch.contiguous_format, torch.channels_last)[turn // 2 % 2]
+    names = [name for name in OPTIONS if name not in ONLY_TABLES]
+    check_architecture(case, ("native", "native-small-tiles")[turn % 2], list(OPTIONS)[turn % len(OPTIONS)], layout)
+    check_architecture(case, "foreach", names[turn % len(names)], layout)
+
+
+@pytest.mark.slow
+@by_name
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("way", ["native", "native-small-tiles", "foreach"])
+def test_every_architecture_in_every_way(case: Case, way: str, name: str) -> None:
+    if way == "foreach" and name in ONLY_TABLES:
+        return
+    for layout in (torch.contiguous_format, torch.channels_last):
+        check_architecture(case, way, name, layout)
+
+
+def transposed() -> nn.Sequential:
+    """Weights stored (in, out), with taps, with groups, before a BatchNorm."""
+    return nn.Sequential(
+        *(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(4, 6, 2, stride=2, bias=False)),
+        *(nn.BatchNorm2d(6), nn.ReLU(), nn.ConvTranspose2d(6, 4, 3, groups=2), nn.ReLU(), nn.Conv2d(4, 2, 1)),
+    )
+
+
+def convolutional() -> nn.Sequential:
+    """Taps that fill no tile, groups, depthwise, a flatten; rows of 16 bytes and others; γ, β and a GELU outside."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU()),
+        *(nn.Conv2d(8, 6, (1, 3), groups=2, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 1), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(5 * 8, 7), nn.ReLU(), nn.Linear(7, 18), nn.GELU(), nn.Linear(18, 2)),
+    )
+
+
+def wide_rows() -> nn.Sequential:
+    """Several chunks in each direction."""
+    return nn.Sequential(nn.Linear(40, 20), nn.ReLU(), nn.Linear(20, 36), nn.ReLU(), nn.Linear(36, 3, bias=False))
+
+
+NETWORKS = {
+    "transposed": (transposed, (2, 6, 6)),
+    "convolutional": (convolutional, (3, 8, 8)),
+    "wide": (wide_rows, (40,)),
+    "unequal": (partial(zoo.mlp, 4, 6, 2, 5, 3), (4,)),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_triton(network: str, options: str) -> None:
+    make, shape = NETWORKS[network]
+    torch.manual_seed(0)
+    model = make().to(DEVICE, torch.float64)
+    analysis = gspace.analyze(model, torch.zeros(1, *shape, dtype=torch.float64, device=DEVICE))
+    definition, optimizer = pair(model, triton_way, analysis=analysis, **OPTIONS[options])
+    run(definition, optimizer, steps=2)
+    assert_equal(definition, optimizer)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_channels_last(way: str) -> None:
+    torch.manual_seed(0)
+    model = convolutional().to(DEVICE if way == "triton" else "cpu", torch.float64, memory_format=torch.channels_last)
+    definition, optimizer = pair(model, WAYS[way], momentum=0.9)
+    run(definition, optimizer, steps=2)
+    assert_equal(definition, optimizer)
+    assert as_matrix(optimizer._layers[0].edges.view(optimizer._weights[0])) is not None
+
+
+# Differences of rounding: `step.py` rounds to float32 after each operation, the kernels less often. Weights of 16 bits
+# are rounded once in either, but Triton's interpreter truncates: one unit in the last place.
+PRECISIONS = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+def test_triton_in_other_precisions(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = convolutional().to(DEVICE, dtype)
+    definition, optimizer = pair(model, triton_way)
+    put(definition.model, gradients(definition.model, 0))
+    put(optimizer.model, gradients(optimizer.model, 0))
+    definition.step()
+    optimizer.step()
+    assert_equal(definition, optimizer, rtol=PRECISIONS[dtype])
+
+
+@pytest.mark.parametrize("way", ["native", "foreach"])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+def test_a_hundred_recorded_gradients(way: str, dtype: torch.dtype, rtol: float) -> None:
+    torch.manual_seed(0)
+    model = convolutional().to(dtype)
+    definition, optimizer = pair(model, WAYS[way], momentum=0.9, weight_decay=1e-3)
+    for seed in range(100):
+        for o in (definition, optimizer):
+            put(o.model, gradients(o.model, seed, scale=0.01))
+            o.step()
+    assert_equal(definition, optimizer, rtol)
+
+
+def test_threads_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "WORK", 1)
+    results = []
+    for threads in (1, 3):
+        torch.manual_seed(0)
+        optimizer = gspace.GSGD(wide_rows(), 0.05, momentum=0.9)
+        native_way(optimizer, Tile(4, 8, 2, 1))
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        for seed in range(3):
+            put(optimizer.model, gradients(optimizer.model, seed))
+            optimizer.step()
+        results.append([p.detach().clone() for p in optimizer.model.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+# What is handed in ----------------------------------------------------------------------------------------------------
+
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def make(way: str, **options: Any) -> tuple[gspace.GSGD, gspace.GSGD]:
+    torch.manual_seed(0)
+    return pair(wide_rows().to(DEVICE if way == "triton" else "cpu", torch.float64), WAYS[way], **options)
+
+
+@ways
+def test_missing_gradients(way: str) -> None:
+    """A missing gradient is 0: the weight still takes its share of the path ratios."""
+    definition, optimizer = make(way, momentum=0.5)
+    for seed, missing in enumerate(("0.weight", "2.bias", "4.weight")):
+        for o in (definition, optimizer):
+            put(o.model, gradients(o.model, seed))
+            o.model.get_parameter(missing).grad = None
+            o.step()
+    assert_equal(definition, optimizer)
+
+
+@ways
+def test_gradients_with_other_strides(way: str) -> None:
+    definition, optimizer = make(way)
+    for o in (definition, optimizer):
+        put(o.model, gradients(o.model, 0))
+        for p in o.model.parameters():
+            if p.dim() == 2:
+                p.grad = p.grad.t().contiguous().t()
+        o.step()
+    assert_equal(definition, optimizer)
+
+
+@ways
+def test_weights_moved_in_memory_are_found(way: str) -> None:
+    """An address that was written down must not be written to once the weight has gone."""
+    definition, optimizer = make(way)
+    run(definition, optimizer, 1)
+    old = optimizer.model[2].weight.detach()
+    for o in (definition, optimizer):
+        o.model[2].weight.data = o.model[2].weight.detach().clone()
+    before = old.clone()
+    for o in (definition, optimizer):
+        put(o.model, gradients(o.model, 1))
+        o.step()
+    assert torch.equal(old, before)
+    assert_equal(definition, optimizer)
+
+
+@ways
+def test_groups_keep_their_own_rates(way: str) -> None:
+    torch.manual_seed(0)
+    optimizers = []
+    for bind in (None, WAYS[way]):
+        torch.manual_seed(0)
+        model = wide_rows().to(DEVICE if way == "triton" else "cpu", torch.float64)
+        groups = [
+            {"params": [model[0].weight, model[4].weight], "lr": 0.1, "momentum": 0.9},
+            {"params": [model[0].bias, *model[2].parameters()], "lr": torch.tensor(0.03), "weight_decay": 0.1},
+        ]
+        options = {"foreach": False} if bind is None else {}
+        optimizers.append(gspace.GSGD(model, 0.05, params=groups, **options))
+        if bind is not None:
+            bind(optimizers[-1])
+    definition, optimizer = optimizers
+    run(definition, optimizer)
+    for o in (definition, optimizer):
+        o.param_groups[0]["lr"] = 0.01
+        o.param_groups[1]["lr"].fill_(0.2)
+    run(definition, optimizer)
+    assert_equal(definition, optimizer)
+
+
+@ways
+def test_a_gradient_that_is_not_finite_changes_nothing(way: str) -> None:
+    for name in ("0.weight", "2.bias", "4.weight"):
+        _, optimizer = make(way, momentum=0.9)
+        put(optimizer.model, gradients(optimizer.model, 0))
+        optimizer.step()
+        before = copy.deepcopy(optimizer.state_dict())
+        weights = [p.detach().clone() for p in optimizer.model.parameters()]
+        optimizer.model.get_parameter(name).grad.view(-1)[-1] = float("inf")
+        if way == "triton" and DEVICE.type == "cuda":
+            optimizer.step()
+            assert fast.skipped_steps(optimizer) == 1
+        elif way == "triton":  # in the interpreter the device is the host, which would refuse before the kernels do
+            assert optimizer._fast.step(optimizer)
+            assert fast.skipped_steps(optimizer) == 1
+        else:
+            with pytest.raises(RuntimeError, match=f"the gradient of {name} is not finite"):
+                optimizer.step()
+        for p, old in zip(optimizer.model.parameters(), weights, strict=True):
+            assert torch.equal(p, old)
+        after = optimizer.state_dict()
+        for a, b in zip(before["state"].values(), after["state"].values(), strict=True):
+            assert torch.equal(a["momentum_buffer"], b["momentum_buffer"])
+        for key in ("incoming", "outgoing"):
+            assert torch.equal(before["gspace"][key], after["gspace"][key])
+        put(optimizer.model, gradients(optimizer.model, 1))
+        optimizer.step()
+        assert all(bool(p.isfinite().all()) for p in optimizer.model.parameters())
+        assert not torch.equal(next(optimizer.model.parameters()), weights[0])
+
+
+# Which way ------------------------------------------------------------------------------------------------------------
+
+
+def chosen(model: nn.Module, **options: Any) -> str:
+    bound = fast.bind(gspace.GSGD(model, 0.1, **options))
+    return type(bound.way).__name__ if isinstance(bound, fast.Bound) else bound
+
+
+def test_foreach_and_fused_choose() -> None:
+    assert chosen(wide_rows(), foreach=True) == "ForeachStep"
+    assert chosen(wide_rows(), fused=False) == "ForeachStep"
+    assert chosen(wide_rows(), foreach=False) == "foreach=False"
+    assert "no parameter touches a unit" in chosen(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match=r"fused=True, but .*bfloat16.* Leave fused=None"):
+        chosen(wide_rows().bfloat16(), fused=True)
+
+
+def test_without_a_compiler_it_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(real: str) -> None:
+        raise native.NativeError("no C compiler was found (CC, cc, gcc, clang)")
+
+    monkeypatch.setattr(native, "library", absent)
+    assert chosen(wide_rows()) == "ForeachStep"
+    assert "foreach=False" not in chosen(wide_rows(), allocation="spread")
+    with pytest.raises(RuntimeError, match="no C compiler"):
+        chosen(wide_rows(), fused=True)
+
+
+def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    fails = tmp_path / "cc"
+    fails.write_text("#!/bin/sh\necho nothing works >&2\nexit 1\n")
+    fails.chmod(0o755)
+    monkeypatch.setenv("CC", str(fails))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(native.NativeError, match="nothing works"):
+        native.library.__wrapped__("float")
+
+
+def test_what_has_gaps_in_memory_is_left_to_the_definition() -> None:
+    torch.manual_seed(0)
+    model = wide_rows().double()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for m in (model, other):
+            m[2].weight = nn.Parameter(torch.stack([m[2].weight, m[2].weight], -1)[..., 0])
+    assert "not dense" in chosen(other, allocation="spread")
+    definition, optimizer = gspace.GSGD(model, 0.05, foreach=False), gspace.GSGD(other, 0.05)
+    for seed in range(2):
+        for o in (definition, optimizer):
+            put(o.model, gradients(o.model, seed))
+            o.step()
+    assert_equal(definition, optimizer)
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel: Any, launches: list[str]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launches.append(self.kernel.fn.__name__)
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 5), ({"momentum": 0.9, "weight_decay": 0.1}, 5)])
+def test_launches_do_not_depend_on_depth(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: int
+) -> None:
+    pytest.importorskip("triton")
+    from gspace import launch
+
+    launches: list[str] = []
+    for name in ("flow_pass", "fold_pass", "roots_pass", "units_pass", "update_pass"):
+        monkeypatch.setattr(launch.kernels, name, Counted(getattr(launch.kernels, name), launches))
+    counts = []
+    for depth in (2, 12):
+        model = zoo.mlp(3, *[4] * depth, 2).to(DEVICE)
+        optimizer = gspace.GSGD(model, 0.1, **options)
+        optimizer._fast = fast._tabulate(optimizer, launch.FusedStep, SMALL, 8)
+        put(model, gradients(model, 0))
+        launches.clear()
+        optimizer.step()
+        counts.append(len(launches))
+    assert counts == [expected, expected]
+
+
+# On a GPU -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS)
+def test_kernels_on_a_gpu(options: str) -> None:
+    torch.manual_seed(0)
+    definition, optimizer = pair(convolutional().double().cuda(), lambda o: None, **OPTIONS[options])
+    fast.bind(optimizer)
+    run(definition, optimizer)
+    assert_equal(definition, optimizer)
+
+
+@pytest.mark.gpu
+def test_kernels_counted_by_the_profiler() -> None:
+    counts = []
+    for depth in (2, 40):
+        model = zoo.mlp(32, *[64] * depth, 10).cuda()
+        optimizer = gspace.GSGD(model, 0.1, momentum=0.9)
+        for seed in range(2):
+            put(model, gradients(model, seed))
+            optimizer.step()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            optimizer.step()
+            torch.cuda.synchronize()
+        counts.append(sum(1 for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_the_rate_and_equals_the_definition() -> None:
+    torch.manual_seed(0)
+    rates = [torch.tensor(0.05, device="cuda") for _ in range(2)]
+    one = convolutional().double().cuda()
+    two = copy.deepcopy(one)
+    definition = gspace.GSGD(one, rates[0], momentum=0.9, foreach=False)
+    optimizer = gspace.GSGD(two, rates[1], momentum=0.9)
+    for o in (definition, optimizer):
+        put(o.model, gradients(o.model, 0))
+        o.step()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        put(two, gradients(two, 1))
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    put(one, gradients(one, 1))
+    definition.step()
+    static = [p.grad for p in two.parameters()]
+    for seed in range(2, 6):
+        for rate in rates:
+            rate.fill_(0.1 / seed)
+        for g, new in zip(static, gradients(two, seed), strict=True):
+            g.copy_(new)
+        graph.replay()
+        put(one, gradients(one, seed))
+        definition.step()
+    assert_equal(definition, optimizer)
