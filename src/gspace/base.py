@@ -13,6 +13,7 @@ Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -131,6 +132,7 @@ class GSpaceOptimizer(Optimizer):
         self._narrow = any(wide(w) is not w for w in self._weights)
         self._home = [(w.device, w.dtype) for w in self._weights]
         self._trained = [p.requires_grad for p in self._parameters()]
+        self._fast: Any = None  # the implementation that was bound to where the parameters lay
         self._links = [
             (path, owner, dict(owner))
             for path, m in self.model.named_modules()
@@ -159,6 +161,8 @@ class GSpaceOptimizer(Optimizer):
     def _check(self) -> None:
         """The model must be the one that was analyzed; weights that others changed give new coordinates."""
         for path, owner, seen in self._links:
+            if len(owner) == len(seen) and (not seen or _same(owner, seen)):
+                continue
             if owner.keys() != seen.keys() or any(owner[key] is not value for key, value in seen.items()):
                 key = next(k for k in [*seen, *owner] if k not in owner or k not in seen or owner[k] is not seen[k])
                 where = f"{path}.{key}".strip(".")
@@ -281,7 +285,7 @@ class GSpaceOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this object alone: hooks, and the `step` that a scheduler wraps."""
-        own = ("step", "_zero_grad_profile_name")
+        own = ("step", "_zero_grad_profile_name", "_fast")
         return {k: v for k, v in self.__dict__.items() if k not in own and not k.startswith("_optimizer_")}
 
     # One step ---------------------------------------------------------------------------------------------------------
@@ -373,6 +377,11 @@ class GSpaceOptimizer(Optimizer):
             "path_value": value,
             "effective_lr": lr.to(value.device)[self._unit_group[1:]] / value.double().square(),
         }
+
+
+def _same(owner: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
+    """Whether two mappings of one length hold the same objects in the same order: the usual case, quickly."""
+    return all(map(is_, owner.values(), seen.values())) and all(map(is_, owner, seen))
 
 
 def _capturing() -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
+from gspace import fast
 from gspace import step as algorithm
 from gspace.base import Allocation, GSpaceOptimizer, Reference, on_skeleton
 from gspace.graph import Analysis, Residual
@@ -120,15 +121,22 @@ class GSGD(GSpaceOptimizer):
         values = [group[key] for group in self.param_groups]
         if all(value is values[0] or (not isinstance(value, Tensor) and value == values[0]) for value in values):
             return values[0]
-        return torch.stack([torch.as_tensor(v).to(self.incoming).reshape(()) for v in values])[self._unit_group]
+        dtype, device = self.incoming.dtype, self.incoming.device
+        stacked = torch.stack([torch.as_tensor(v, dtype=dtype, device=device).reshape(()) for v in values])
+        return stacked[self._unit_group]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = self._begin(closure)
-        self._step_units()
-        for group, outside in zip(self.param_groups, self._outside, strict=True):
-            self._step_outside(group, outside)
+        if not fast.step(self):
+            self._step_units()
+            for group, outside in zip(self.param_groups, self._outside, strict=True):
+                self._step_outside(group, outside)
         return loss
+
+    def _refuse_non_finite(self) -> None:
+        if not fast.checks(self):
+            super()._refuse_non_finite()
 
     def _step_units(self) -> None:
         read = self._read()
