@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gspace import foreach, native
 from gspace.base import GSpaceOptimizer
-from gspace.tables import Groups, Network, Tile, is_dense
+from gspace.tables import Groups, Network, Tile, addresses, is_dense
 
 if TYPE_CHECKING:
     from gspace.optim import GSGD
@@ -34,7 +34,7 @@ class Way(Protocol):
         groups: Groups,
         grads: Sequence[Tensor | None],
         buffers: Sequence[Tensor | None],
-        fresh: Sequence[bool],
+        fresh: list[bool],
         incoming: Tensor,
         outgoing: Tensor,
         root_buffer: Tensor | None,
@@ -47,6 +47,9 @@ def step(optimizer: "GSGD") -> bool:
     if torch.compiler.is_compiling():
         return False
     bound = bind(optimizer)
+    if isinstance(bound, Bound) and bound.moved():
+        optimizer._fast = None
+        bound = bind(optimizer)
     return isinstance(bound, Bound) and bound.step(optimizer)
 
 
@@ -59,9 +62,9 @@ def checks(optimizer: "GSGD") -> bool:
 
 
 def bind(optimizer: "GSGD") -> "Bound | str":
-    """The way of `optimizer`, or why there is none. Kept until its parameters move."""
+    """The way of `optimizer`, or why there is none; kept until its parameters move."""
     bound = optimizer.__dict__.get("_fast")
-    if bound is None or (isinstance(bound, Bound) and bound.moved()):
+    if bound is None:
         bound = optimizer._fast = _choose(optimizer)
     return bound
 
@@ -162,13 +165,13 @@ class Bound:
     ) -> None:
         self.way, self.parameters, self.groups, self.rest = way, list(parameters), list(groups), rest
         self.units = len(optimizer._weights)
-        self.known = [(p.data_ptr(), p.stride(), p.dtype) for p in parameters]
+        self.places, self.layouts = addresses(parameters), [(p.layout, p.stride(), p.dtype) for p in parameters]
         self.nothing: list[Tensor | None] = [None] * len(parameters)
         self.never = [False] * len(parameters)
-        self.complete = optimizer.incoming.device.type == "cpu" and not any(rest)
+        self.complete = not any(rest)
 
     def moved(self) -> bool:
-        return any(p.data_ptr() != at for p, (at, _, _) in zip(self.parameters, self.known, strict=True))
+        return addresses(self.parameters) != self.places
 
     def step(self, optimizer: "GSGD") -> bool:
         grads = self._grads()
@@ -197,18 +200,15 @@ class Bound:
 
     def _grads(self) -> list[Tensor | None] | None:
         """Gradients that lie in memory like their parameters; None if the definition must see to them."""
-        grads: list[Tensor | None] = []
-        some = False
-        for i, (p, (_, stride, dtype)) in enumerate(zip(self.parameters, self.known, strict=True)):
-            g = p.grad
-            if g is not None:
-                if g.is_sparse:
-                    return None
-                if g.stride() != stride or g.dtype != dtype:
-                    g = _like(p, g)
-                some = some or i < self.units
-            grads.append(g)
-        return grads if some else None
+        grads = [p.grad for p in self.parameters]
+        there = [g for g in grads if g is not None]
+        if all(g is None for g in grads[: self.units]):
+            return None
+        if [(g.layout, g.stride(), g.dtype) for g in there] == self.layouts:
+            return grads
+        if any(g.is_sparse for g in there):
+            return None
+        return [None if g is None else _like(p, g) for p, g in zip(self.parameters, grads, strict=True)]
 
     def _buffers(self, optimizer: "GSGD", grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[bool]]:
         buffers: list[Tensor | None] = []
@@ -235,6 +235,8 @@ class Bound:
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
     """`value` with the strides and dtype of the parameter; strides of dimensions of size 1 mean nothing."""
     if value.dtype == parameter.dtype:
+        if value.stride() == parameter.stride():
+            return value
         strides = zip(parameter.shape, parameter.stride(), value.stride(), strict=True)
         if all(size == 1 or mine == other for size, mine, other in strides):
             return value

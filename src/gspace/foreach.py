@@ -213,7 +213,7 @@ class ForeachStep:
         groups: Groups,
         grads: Sequence[Tensor | None],
         buffers: Sequence[Tensor | None],
-        fresh: Sequence[bool],
+        fresh: list[bool],
         incoming: Tensor,
         outgoing: Tensor,
         root_buffer: Tensor | None,

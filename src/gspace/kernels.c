@@ -9,7 +9,7 @@ enum {
     WEIGHT, SLOT, OFFSET, GROUPS, R, C, LANES, STEPS, DOWN, ACROSS, ROW_TABLE, COLUMN_TABLE, COLUMN_OUT, COLUMN_STRIDE,
     ROW_OUT, ROW_STRIDE, PERIOD, SWAP, FLOW, NORMAL, GROUP, UNIT, CHUNK_ROWS, CHUNK_COLUMNS, EVEN, FIELDS
 };
-enum { GRAD, BUFFER, FRESH, HEADER };
+enum { GRAD, BUFFER, FRESH }; /* the header: for each, one number per parameter */
 enum { LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER };
 enum { JOB = 8, ROOT = 7, WIDEST = 4096 };
 
@@ -17,7 +17,7 @@ typedef struct {
     const int64_t *params, *jobs, *free, *roots; /* the order of TABLES and SCRATCH in native.py */
     const int32_t *chunks, *blocks, *units, *lists, *root;
     REAL *partial, *norms, *sums, *factors, *root_grad, *ratio, *raw, *squares;
-    int64_t n_chunks, n_blocks, norm_blocks, n_roots, n_units, items;
+    int64_t n_chunks, n_blocks, norm_blocks, n_roots, n_units, items, slots;
     int64_t paper, normalized, spread, threads;
     double max_ratio, max_drift, max_norm; /* 0: none */
 } Plan;
@@ -26,20 +26,22 @@ typedef struct {
     const int64_t *record;
     const REAL *g;
     REAL *w, *b;
+    int fresh;
     int64_t group, row0, rows, column0, columns, stride; /* this chunk, and the length of a row in memory */
 } Chunk;
 
 static Chunk chunk_at(const Plan *p, const int64_t *header, int64_t i)
 {
     const int32_t *c = p->chunks + 4 * i;
-    const int64_t *r = p->params + c[0] * FIELDS, *h = header + r[SLOT] * HEADER;
+    const int64_t *r = p->params + c[0] * FIELDS, *h = header + r[SLOT];
     Chunk k = {.record = r, .group = c[1], .row0 = c[2], .column0 = c[3], .stride = r[C]};
     int64_t start = r[OFFSET] + (k.group * r[R] + k.row0) * r[C] + k.column0;
     k.rows = r[R] - k.row0 < r[CHUNK_ROWS] ? r[R] - k.row0 : r[CHUNK_ROWS];
     k.columns = r[C] - k.column0 < r[CHUNK_COLUMNS] ? r[C] - k.column0 : r[CHUNK_COLUMNS];
     k.w = (REAL *)r[WEIGHT] + start;
     k.g = h[GRAD] ? (const REAL *)h[GRAD] + start : 0;
-    k.b = h[BUFFER] ? (REAL *)h[BUFFER] + start : 0;
+    k.b = h[BUFFER * p->slots] ? (REAL *)h[BUFFER * p->slots] + start : 0;
+    k.fresh = h[FRESH * p->slots] != 0;
     return k;
 }
 
@@ -157,7 +159,7 @@ static void fold(const Plan *p, const int64_t *header, const double *hyper, int6
     const int64_t *job = p->jobs + block[0] * JOB, *r = p->params + job[0] * FIELDS;
     const int64_t count = job[2], taps = job[3], stride = job[4], target = job[6], edges = job[7];
     int64_t end = block[1] + p->items < job[5] ? block[1] + p->items : job[5];
-    const REAL *w = (const REAL *)r[WEIGHT], *g = (const REAL *)header[r[SLOT] * HEADER + GRAD];
+    const REAL *w = (const REAL *)r[WEIGHT], *g = (const REAL *)header[r[SLOT]];
     const REAL sign = (REAL)hyper[r[GROUP] * HYPER + SIGN];
     REAL *restrict total = (edges < 0 ? p->norms : p->sums) + target;
     for (int64_t item = block[1]; item < end; item++) total[item] = 0;
@@ -184,7 +186,7 @@ static void gather(const Plan *p, const int64_t *header, const double *hyper, co
 {
     for (int64_t i = 0; i < p->n_roots; i++) {
         const int64_t *root = p->roots + i * ROOT, *r = p->params + root[3] * FIELDS;
-        const REAL *w = (const REAL *)r[WEIGHT], *g = (const REAL *)header[r[SLOT] * HEADER + GRAD];
+        const REAL *w = (const REAL *)r[WEIGHT], *g = (const REAL *)header[r[SLOT]];
         REAL behind = 0, norm = p->normalized ? p->norms[root[5]] : 1;
         for (int64_t k = 0; k < root[2]; k++) behind += p->sums[p->lists[root[1] + k]];
         REAL s = g ? w[root[4]] * g[root[4]] * (REAL)hyper[root[6] * HYPER + SIGN] : 0;
@@ -243,7 +245,7 @@ static void advance(const Plan *p, REAL *in, REAL *out)
 static void update(const Plan *p, const int64_t *header, const double *hyper, int64_t i, int apply, REAL shrink)
 {
     Chunk k = chunk_at(p, header, i);
-    const int64_t *r = k.record, *head = header + r[SLOT] * HEADER;
+    const int64_t *r = k.record;
     const double *h = hyper + r[GROUP] * HYPER;
     const REAL lr = (REAL)h[LR], momentum = (REAL)h[MOMENTUM], damped = (REAL)(1 - h[DAMPENING]), decay = (REAL)h[DECAY];
     const REAL sign = (REAL)h[SIGN] * (r[UNIT] ? shrink : 1);
@@ -299,7 +301,7 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
                         for (int64_t j = 0; j < width; j++) d[j] += decay * (w[j] / (i_r[0] * i_c[j]));
                     if (momentum != 0) {
                         REAL *restrict buffer = k.b + a * k.stride + first;
-                        if (head[FRESH])
+                        if (k.fresh)
                             for (int64_t j = 0; j < width; j++) buffer[j] = d[j];
                         else
                             for (int64_t j = 0; j < width; j++) buffer[j] = momentum * buffer[j] + damped * d[j];

@@ -26,8 +26,6 @@ from gspace.tables import ODD, RECORD
     ROW_OUT, ROW_STRIDE, PERIOD, SWAP, FLOW, NORMAL, GROUP, UNIT, CHUNK_ROWS, CHUNK_COLUMNS, EVEN,
 ) = (tl.constexpr(i) for i in range(len(RECORD)))  # fmt: skip
 FIELDS = tl.constexpr(len(RECORD))
-# What changes from step to step, per parameter: where gradient and momentum buffer are, whether the buffer is new.
-GRAD, BUFFER, FRESH, HEADER = (tl.constexpr(i) for i in range(4))
 # Hyper-parameters of a group, float64.
 LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER = (tl.constexpr(i) for i in range(7))
 JOB, ROOT = tl.constexpr(8), tl.constexpr(7)
@@ -62,7 +60,7 @@ def _units(record, rows, columns):
 
 @triton.jit
 def _flow(
-    record, header, index, norms, partial, flags, group, row0, column0,
+    record, grad, index, norms, partial, flags, group, row0, column0,
     WIDE: tl.constexpr, SUMS: tl.constexpr, NORMS: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +74,7 @@ def _flow(
     squares = tl.load(record + NORMAL) * (1 if NORMS else 0)
     on_columns = tl.where(swap, squares, sums) != 0
     on_rows = tl.where(swap, sums, squares) != 0
-    g_address = tl.load(header + GRAD)
+    g_address = tl.load(grad)
     # What is not needed, or not there, is not read.
     w_rows, g_rows = tl.where(on_columns | on_rows, rows, 0), tl.where(g_address != 0, rows, 0)
     start = tl.load(record + OFFSET) + (group * rows + row0).to(tl.int64) * columns + column0
@@ -129,7 +127,7 @@ def _flow(
 
 @triton.jit
 def flow_pass(
-    chunks, params, header, index, norms, partial, flags,
+    chunks, params, grads, index, norms, partial, flags,
     SUMS: tl.constexpr, NORMS: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -141,23 +139,23 @@ def flow_pass(
     """
     chunk = chunks + tl.program_id(0) * 4
     record = params + tl.load(chunk) * FIELDS
-    header += tl.load(record + SLOT) * HEADER
+    grad = grads + tl.load(record + SLOT)
     group, row0, column0 = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
     if tl.load(record + EVEN) != 0:
         _flow(
-            record, header, index, norms, partial, flags, group, row0, column0,
+            record, grad, index, norms, partial, flags, group, row0, column0,
             WIDE, SUMS, NORMS, DTYPE, ACC, ROWS, WIDTH,
         )  # fmt: skip
     else:
         _flow(
-            record, header, index, norms, partial, flags, group, row0, column0,
+            record, grad, index, norms, partial, flags, group, row0, column0,
             False, SUMS, NORMS, DTYPE, ACC, ROWS // THIN, WIDTH,
         )  # fmt: skip
 
 
 @triton.jit
 def fold_pass(
-    blocks, jobs, params, header, hyper, partial, norms, free, sums, flags,
+    blocks, jobs, params, grads, hyper, partial, norms, free, sums, flags,
     LAST: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
     DEPTH: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +177,7 @@ def fold_pass(
         tl.store(norms + target + item, tl.sqrt(result), mask=exists)
     else:
         offset = tl.load(free + (edges + item) * 2, mask=exists, other=-1)
-        g_address = tl.load(header + tl.load(record + SLOT) * HEADER + GRAD)
+        g_address = tl.load(grads + tl.load(record + SLOT))
         g_least = tl.where(g_address != 0, 0, 2**62)
         w = tl.load(tl.load(record + WEIGHT).to(tl.pointer_type(DTYPE)) + offset, mask=offset >= 0, other=0.0).to(ACC)
         g = tl.load(g_address.to(tl.pointer_type(DTYPE)) + offset, mask=offset >= g_least, other=0.0).to(ACC)
@@ -197,7 +195,7 @@ def fold_pass(
 
 @triton.jit
 def roots_pass(
-    roots, lists, params, header, hyper, sums, norms, flags, incoming, outgoing, root_grad, shrink, buffer, fresh,
+    roots, lists, params, grads, hyper, sums, norms, flags, incoming, outgoing, root_grad, shrink, buffer, fresh,
     ratio, raw, count,
     GATHER: tl.constexpr, MOVE: tl.constexpr, WEIGHTED: tl.constexpr, NORMS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     MAX_RATIO: tl.constexpr, MAX_DRIFT: tl.constexpr,
@@ -223,7 +221,7 @@ def roots_pass(
             behind += tl.load(sums + index, mask=there, other=0.0)
         record = params + tl.load(root + 3, mask=exists, other=0) * FIELDS
         offset = tl.load(root + 4, mask=exists, other=0)
-        g_address = tl.load(header + tl.load(record + SLOT) * HEADER + GRAD)
+        g_address = tl.load(grads + tl.load(record + SLOT))
         w = tl.load(tl.load(record + WEIGHT).to(tl.pointer_type(DTYPE)) + offset, mask=exists, other=0.0).to(ACC)
         g = tl.load(g_address.to(tl.pointer_type(DTYPE)) + offset, mask=exists & (g_address != 0), other=0.0).to(ACC)
         s = w * g * tl.load(hyper + group * HYPER + SIGN).to(ACC)
@@ -288,7 +286,7 @@ def units_pass(
 
 @triton.jit
 def _update(
-    record, header, values, index, factors, norms, shrink, group, row0, column0, units,
+    record, grad, buffer, is_new, values, index, factors, norms, shrink, group, row0, column0, units,
     WIDE: tl.constexpr, APPLY: tl.constexpr, CLIP: tl.constexpr, NORMS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     HAS_DECAY: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -298,12 +296,12 @@ def _update(
     if WIDE:
         columns, lanes, column0 = _even(columns, VECTOR), _even(lanes, VECTOR), _even(column0, VECTOR)
     unit = tl.load(record + UNIT) != 0
-    g_address = tl.load(header + GRAD)
+    g_address = tl.load(grad)
     start = tl.load(record + OFFSET) + (group * rows + row0).to(tl.int64) * columns + column0
     w_base = _address(tl.load(record + WEIGHT), start, WIDE, DTYPE, VECTOR)
     g_base = _address(g_address, start, WIDE, DTYPE, VECTOR)
-    b_base = _address(tl.load(header + BUFFER), start, WIDE, DTYPE, VECTOR)
-    fresh = tl.load(header + FRESH) != 0
+    b_base = _address(tl.load(buffer), start, WIDE, DTYPE, VECTOR)
+    fresh = tl.load(is_new) != 0
     lr, momentum = tl.load(values + LR).to(ACC), tl.load(values + MOMENTUM).to(ACC)
     damped, nesterov = (1 - tl.load(values + DAMPENING)).to(ACC), tl.load(values + NESTEROV) != 0
     decay, sign = tl.load(values + DECAY).to(ACC), tl.load(values + SIGN).to(ACC)
@@ -358,7 +356,7 @@ def _update(
 
 @triton.jit
 def update_pass(
-    chunks, params, header, hyper, index, factors, norms, flags, shrink, squares, units,
+    chunks, params, grads, buffers, fresh, hyper, index, factors, norms, flags, shrink, squares, units,
     APPLY: tl.constexpr, CLIP: tl.constexpr, NORMS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, HAS_DECAY: tl.constexpr,
     WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -370,19 +368,21 @@ def update_pass(
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     chunk = chunks + program * 4
     record = params + tl.load(chunk) * FIELDS
-    header += tl.load(record + SLOT) * HEADER
+    slot = tl.load(record + SLOT)
     values = hyper + tl.load(record + GROUP) * HYPER
     group, row0, column0 = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
     # A parameter outside every unit and without a gradient is left alone, as torch does.
-    if (tl.load(flags + SKIP) == 0) & ((tl.load(record + UNIT) != 0) | (tl.load(header + GRAD) != 0)):
+    if (tl.load(flags + SKIP) == 0) & ((tl.load(record + UNIT) != 0) | (tl.load(grads + slot) != 0)):
         if tl.load(record + EVEN) != 0:
             total = _update(
-                record, header, values, index, factors, norms, shrink, group, row0, column0, units,
+                record, grads + slot, buffers + slot, fresh + slot, values,
+                index, factors, norms, shrink, group, row0, column0, units,
                 WIDE, APPLY, CLIP, NORMS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS, WIDTH,
             )  # fmt: skip
         else:
             total = _update(
-                record, header, values, index, factors, norms, shrink, group, row0, column0, units,
+                record, grads + slot, buffers + slot, fresh + slot, values,
+                index, factors, norms, shrink, group, row0, column0, units,
                 False, APPLY, CLIP, NORMS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS // THIN, WIDTH,
             )  # fmt: skip
         if not APPLY:

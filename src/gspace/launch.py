@@ -5,8 +5,11 @@ they changed, and launches five kernels, whatever the depth. The host never wait
 graph, the step keeps the addresses and hyper-parameters it saw; a learning rate in a tensor is read at each replay.
 """
 
+import functools
+import operator
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from gspace import kernels, tables
 from gspace.step import BatchNormRule, Layer
-from gspace.tables import Groups, Network, Tile, hyper_parameters
+from gspace.tables import Groups, Network, Tile, addresses, hyper_parameters
 
 FOLD, ROOTS, UNITS = 64, 16, 256  # items of one program of the small passes
 REGISTERS = 128  # per thread: more would leave too few programs on a processor to hide the latency of memory
@@ -49,7 +52,7 @@ class FusedStep:
         groups: Groups,
         grads: Sequence[Tensor | None],
         buffers: Sequence[Tensor | None],
-        fresh: Sequence[bool],
+        fresh: list[bool],
         incoming: Tensor,
         outgoing: Tensor,
         root_buffer: Tensor | None,
@@ -60,32 +63,33 @@ class FusedStep:
         Gradients and buffers lie in memory like their parameters; None is a missing one. Path ratios, bounded and not,
         are left in the network; how many steps were not taken, in `flags[2]`.
         """
-        header, root_new, hyper = self.header.upload(groups, grads, buffers, fresh, root_fresh)
+        sent = self.header.upload(groups, grads, buffers, fresh, root_fresh)
         net = self.network
         params, chunks, jobs, blocks, units, free, roots, lists = net.tables
         has_momentum = root_buffer is not None
         has_decay = any(isinstance(g["weight_decay"], Tensor) or g["weight_decay"] != 0 for g in groups)
         tile = net.tile
-        shape = {"WIDE": self.header.aligned, "ROWS": tile.rows, "WIDTH": tile.width, "num_warps": tile.warps}
+        shape = {"WIDE": sent.aligned, "ROWS": tile.rows, "WIDTH": tile.width, "num_warps": tile.warps}
         if net.dtype == torch.float32 and isinstance(kernels.flow_pass, triton.JITFunction):
             shape["maxnreg"] = REGISTERS
 
         def flow(sums: bool, norms: bool) -> None:
             kernels.flow_pass[(len(chunks),)](
-                chunks, params, header, units, net.norms, net.partial, self.flags,
+                chunks, params, sent.grads, units, net.norms, net.partial, self.flags,
                 SUMS=sums, NORMS=norms, **self.kinds, **shape,
             )  # fmt: skip
 
         def fold(some: Tensor, last: bool) -> None:
             kernels.fold_pass[(len(some),)](
-                some, jobs, params, header, hyper, net.partial, net.norms, free, net.sums, self.flags,
-                LAST=last, WEIGHTED=net.weighted, **self.kinds, DEPTH=16, ITEMS=FOLD,
+                some, jobs, params, sent.grads, sent.hyper, net.partial, net.norms, free, net.sums, self.flags,
+                LAST=last, WEIGHTED=net.weighted, **self.kinds, DEPTH=16, ITEMS=net.fold_items,
             )  # fmt: skip
 
         def at_roots(gather: bool, move: bool) -> None:
             kernels.roots_pass[(triton.cdiv(len(roots), ROOTS),)](
-                roots, lists, params, header, hyper, net.sums, net.norms, self.flags, incoming, outgoing, net.root_grad,
-                self.shrink, root_buffer if has_momentum else self.shrink, root_new, net.ratio, net.raw, len(roots),
+                roots, lists, params, sent.grads, sent.hyper, net.sums, net.norms, self.flags, incoming, outgoing,
+                net.root_grad, self.shrink, root_buffer if has_momentum else self.shrink, sent.root_fresh,
+                net.ratio, net.raw, len(roots),
                 GATHER=gather, MOVE=move, WEIGHTED=net.weighted, NORMS=net.normalized, HAS_MOMENTUM=has_momentum,
                 MAX_RATIO=net.max_ratio, MAX_DRIFT=net.max_drift,
                 **self.kinds, ROOTS=ROOTS, LENGTH=32,
@@ -93,8 +97,9 @@ class FusedStep:
 
         def update(apply: bool) -> None:
             kernels.update_pass[(len(chunks),)](
-                chunks, params, header, hyper, units, net.factors, net.norms, self.flags, self.shrink, net.squares,
-                len(net.root), APPLY=apply, CLIP=apply and net.max_norm is not None, NORMS=net.normalized,
+                chunks, params, sent.grads, sent.buffers, sent.fresh, sent.hyper, units, net.factors, net.norms,
+                self.flags, self.shrink, net.squares, len(net.root),
+                APPLY=apply, CLIP=apply and net.max_norm is not None, NORMS=net.normalized,
                 HAS_MOMENTUM=has_momentum, HAS_DECAY=has_decay, **self.kinds, **shape,
             )  # fmt: skip
 
@@ -126,19 +131,37 @@ class FusedStep:
         return True
 
 
+class Sent(NamedTuple):
+    """What changes from step to step, on the device.
+
+    Attributes:
+        grads, buffers: Where they are, per parameter.
+        fresh: Whether the buffer is new, per parameter.
+        root_fresh: The same of the buffer of the roots.
+        hyper: Hyper-parameters of each group, float64.
+        aligned: Every address is a multiple of 16 bytes.
+    """
+
+    grads: Tensor
+    buffers: Tensor
+    fresh: Tensor
+    root_fresh: Tensor
+    hyper: Tensor
+    aligned: bool
+
+
 class Header:
     """Addresses and hyper-parameters, uploaded when they change.
 
     Under capture the copy from the host becomes part of the graph, which must find what it copies at every replay: each
-    graph gets a header of its own, on both sides, made before (nothing may be allocated on the host during capture).
+    graph gets memory of its own for it, on both sides, made before (nothing may be allocated on the host then).
     """
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
-        self.weights, self.device = [p.data_ptr() for p in parameters], device
-        self.last: array[int] | None = None
-        self.aligned = False  # every address is a multiple of 16 bytes
-        self.here = self.there = torch.empty(0, dtype=torch.int64)
-        self.captured: list[tuple[Tensor, Tensor]] = []
+        self.count, self.device = len(parameters), device
+        self.together = functools.reduce(operator.or_, addresses(parameters), 0)
+        self.last: tuple[array[int], Sent] | None = None
+        self.captured: list[Tensor] = []
         self.spare: Tensor | None = None
 
     def upload(
@@ -146,41 +169,39 @@ class Header:
         groups: Groups,
         grads: Sequence[Tensor | None],
         buffers: Sequence[Tensor | None],
-        fresh: Sequence[bool],
+        fresh: list[bool],
         root_fresh: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Header, whether the buffer of the roots is new, and hyper-parameters, on the device. Sets `aligned`."""
-        values = array("q")
-        together = 0
-        for w, g, b, new in zip(self.weights, grads, buffers, fresh, strict=True):
-            at_g = g.data_ptr() if g is not None else 0
-            at_b = b.data_ptr() if b is not None else 0
-            values.extend((at_g, at_b, new))
-            together |= w | at_g | at_b
-        self.aligned = together % 16 == 0
-        values.append(root_fresh)
+    ) -> Sent:
+        places = addresses(grads) + addresses(buffers)
+        values = array("q", [*places, *fresh, root_fresh])
         values.frombytes(hyper_parameters(groups).tobytes())
-        self._send(values)
-        cut = len(self.weights) * 3
-        hyper = self.there[cut + 1 :].view(torch.float64)
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self.last is not None and self.last[0] == values and not capturing:
+            sent = self.last[1]
+        else:
+            aligned = functools.reduce(operator.or_, places, self.together) % 16 == 0
+            there, n = self._send(torch.frombuffer(values, dtype=torch.int64), capturing), self.count
+            parts = there.split([n, n, n, 1, len(there) - 3 * n - 1])
+            sent = Sent(parts[0], parts[1], parts[2], parts[3], parts[4].view(torch.float64), aligned)
+            self.last = None if capturing else (values, sent)
+        width = len(sent.hyper) // len(groups)
         for i, group in enumerate(groups):
             for at, key in ((0, "lr"), (4, "weight_decay")):
                 if isinstance(group[key], Tensor) and group[key].device.type != "cpu":
-                    hyper[i * 6 + at].copy_(group[key].reshape(()))
-        return self.there[:cut], self.there[cut : cut + 1], hyper
+                    sent.hyper[i * width + at].copy_(group[key].reshape(()))
+        return sent
 
-    def _send(self, values: "array[int]") -> None:
-        fresh = torch.frombuffer(values, dtype=torch.int64)
+    def _send(self, values: Tensor, capturing: bool) -> Tensor:
         if self.device.type == "cpu":
-            self.there = fresh.clone()
-        elif torch.cuda.is_current_stream_capturing():
-            here = self.spare if self.spare is not None else torch.empty_like(fresh, pin_memory=True)
-            here.copy_(fresh)
-            self.there, self.spare, self.last = torch.empty_like(fresh, device=self.device), None, None
-            self.there.copy_(here, non_blocking=True)
-            self.captured.append((here, self.there))
-        elif values != self.last:
-            if self.spare is None or len(self.spare) != len(fresh):
-                self.spare = torch.empty_like(fresh, pin_memory=True)
-            self.there = fresh.pin_memory().to(self.device, non_blocking=True)
-            self.last = values
+            return values.clone()
+        if not capturing:
+            if self.spare is None or len(self.spare) != len(values):
+                self.spare = torch.empty_like(values, pin_memory=True)
+            return values.pin_memory().to(self.device, non_blocking=True)
+        here = self.spare if self.spare is not None else torch.empty_like(values, pin_memory=True)
+        here.copy_(values)
+        there = torch.empty_like(values, device=self.device)
+        there.copy_(here, non_blocking=True)
+        self.spare = None
+        self.captured += (here, there)
+        return there

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gspace.step import BatchNormRule, Layer
-from gspace.tables import Groups, Network, Tile, hyper_parameters
+from gspace.tables import Groups, Network, Tile, addresses, hyper_parameters
 from gspace.tables import refusal as table_refusal
 
 REAL = {torch.float32: "float", torch.float64: "double"}
@@ -40,7 +40,7 @@ SCRATCH = ("root", "partial", "norms", "sums", "factors", "root_grad", "ratio", 
 class _Plan(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in (*TABLES, *SCRATCH)]
-        + [(name, ctypes.c_int64) for name in "n_chunks n_blocks norm_blocks n_roots n_units items".split()]
+        + [(name, ctypes.c_int64) for name in "n_chunks n_blocks norm_blocks n_roots n_units items slots".split()]
         + [(name, ctypes.c_int64) for name in "paper normalized spread threads".split()]
         + [(name, ctypes.c_double) for name in "max_ratio max_drift max_norm".split()]
     )
@@ -132,6 +132,7 @@ class NativeStep:
             n_roots=len(t.roots),
             n_units=len(network.root),
             items=network.fold_items,
+            slots=len(network.parameters),
             paper=network.weighted,
             normalized=network.normalized,
             spread=network.spread,
@@ -147,7 +148,7 @@ class NativeStep:
         groups: Groups,
         grads: Sequence[Tensor | None],
         buffers: Sequence[Tensor | None],
-        fresh: Sequence[bool],
+        fresh: list[bool],
         incoming: Tensor,
         outgoing: Tensor,
         root_buffer: Tensor | None,
@@ -157,10 +158,7 @@ class NativeStep:
 
         Gradients and buffers lie in memory like their parameters; None is a missing one.
         """
-        header = array("q")
-        for g, b, new in zip(grads, buffers, fresh, strict=True):
-            header.extend((0 if g is None else g.data_ptr(), 0 if b is None else b.data_ptr(), new))
-        hyper = hyper_parameters(groups)
+        header, hyper = array("q", [*addresses(grads), *addresses(buffers), *fresh]), hyper_parameters(groups)
         self.plan.threads = min(torch.get_num_threads(), self.most_threads)
         taken = self.call(
             self.address,

@@ -192,6 +192,11 @@ class Network:
         self.squares = scratch(len(self.tables.chunks))
 
 
+def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Where tensors lie; 0 for one that is missing."""
+    return [0 if x is None else x.data_ptr() for x in tensors]
+
+
 def hyper_parameters(groups: Groups) -> "array[float]":
     """Hyper-parameters as the passes read them; 0 for one that lies in a tensor on a device."""
     numbers = array("d")
