@@ -13,6 +13,7 @@ Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import is_
 from typing import Any, Literal
 
@@ -138,6 +139,10 @@ class GSpaceOptimizer(Optimizer):
             for path, m in self.model.named_modules()
             for owner in (m._parameters, m._modules)
         ]
+        owners = [owner for _, owner, _ in self._links]
+        filled = [owner for owner in owners if owner]
+        names, values = [k for owner in filled for k in owner], [x for owner in filled for x in owner.values()]
+        self._held = owners, list(map(len, owners)), filled, names, values
 
     def _measure(self) -> tuple[Tensor, Tensor]:
         """Ĩ and Õ of the weights as they are."""
@@ -160,9 +165,7 @@ class GSpaceOptimizer(Optimizer):
 
     def _check(self) -> None:
         """The model must be the one that was analyzed; weights that others changed give new coordinates."""
-        for path, owner, seen in self._links:
-            if len(owner) == len(seen) and (not seen or _same(owner, seen)):
-                continue
+        for path, owner, seen in self._links if not self._same_model() else ():
             if owner.keys() != seen.keys() or any(owner[key] is not value for key, value in seen.items()):
                 key = next(k for k in [*seen, *owner] if k not in owner or k not in seen or owner[k] is not seen[k])
                 where = f"{path}.{key}".strip(".")
@@ -174,6 +177,15 @@ class GSpaceOptimizer(Optimizer):
             self._refit()
         if self._seen != self._now():
             self._follow()
+
+    def _same_model(self) -> bool:
+        """Whether every module holds the same objects under the same names in the same order: the usual case, fast."""
+        owners, sizes, filled, names, values = self._held
+        return (
+            list(map(len, owners)) == sizes
+            and all(map(is_, chain.from_iterable(map(dict.values, filled)), values))
+            and all(map(is_, chain.from_iterable(filled), names))
+        )
 
     def _follow(self) -> None:
         """Takes Ĩ and Õ from the weights, except where they agree to rounding."""
@@ -377,11 +389,6 @@ class GSpaceOptimizer(Optimizer):
             "path_value": value,
             "effective_lr": lr.to(value.device)[self._unit_group[1:]] / value.double().square(),
         }
-
-
-def _same(owner: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
-    """Whether two mappings of one length hold the same objects in the same order: the usual case, quickly."""
-    return all(map(is_, owner.values(), seen.values())) and all(map(is_, owner, seen))
 
 
 def _capturing() -> bool:
