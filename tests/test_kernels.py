@@ -25,7 +25,6 @@ from gspace.tables import Tile, as_matrix
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Tile(rows=4, width=16, loops=2, warps=4)
-WIDE = Tile(rows=4, width=64, loops=2, warps=4)  # holds the 7 x 7 taps of a stem
 
 
 def triton_way(optimizer: gspace.GSGD, tile: Tile = SMALL) -> None:

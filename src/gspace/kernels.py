@@ -88,7 +88,7 @@ def _flow(
     lane, line = tl.arange(0, WIDTH), tl.arange(0, ROWS)
     column_sum = tl.zeros([WIDTH], ACC)
     row_sum = tl.zeros([ROWS, WIDTH], ACC)
-    bad = tl.zeros([WIDTH], tl.int32)
+    bad, row_check = tl.zeros([WIDTH], tl.int32), tl.zeros([ROWS], ACC)
     for i in range(steps):
         row = row0 + i * down * ROWS + line
         column = column0 + i * across * lanes + lane
@@ -111,17 +111,20 @@ def _flow(
             at = tl.load(record + COLUMN_OUT) + (row0 // _field(record, CHUNK_ROWS)) * tl.load(record + COLUMN_STRIDE)
             tl.store(partial + at + group * columns + column, column_sum, mask=(lane < lanes) & (column < columns))
             column_sum = tl.zeros([WIDTH], ACC)
-        if on_rows & last:
+        if on_rows & (last | (down != 0)):
             period = _field(record, PERIOD)
             at = tl.load(record + ROW_OUT) + (column0 // _field(record, CHUNK_COLUMNS)) * tl.load(record + ROW_STRIDE)
             tap_of = lane % period
             for tap in range(period):
                 of_tap = tl.sum(tl.where((tap_of == tap)[None, :], row_sum, 0.0), 1)
                 tl.store(partial + at + (group * rows + row) * period + tap, of_tap, mask=row < rows)
+                row_check += of_tap
+            row_sum = tl.zeros([ROWS, WIDTH], ACC)
     if SUMS:
         if swap:
-            bad |= tl.where(tl.abs(tl.sum(row_sum, 0)) < float("inf"), 0, 1)
-        found = tl.max(bad, 0)
+            row_check += tl.sum(row_sum, 1)
+        row_bad = tl.where(tl.abs(row_check) < float("inf"), 0, 1)
+        found = tl.maximum(tl.max(bad, 0), tl.max(row_bad, 0))
         tl.atomic_max(flags + PENDING, found, mask=found > 0)
 
 

@@ -20,7 +20,6 @@ from gspace.step import BatchNormRule, Layer
 from gspace.tables import Groups, Network, Tile, addresses, hyper_parameters
 
 FOLD, ROOTS, UNITS = 64, 16, 256  # items of one program of the small passes
-REGISTERS = 128  # per thread: more would leave too few programs on a processor to hide the latency of memory
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -71,7 +70,7 @@ class FusedStep:
         tile = net.tile
         shape = {"WIDE": sent.aligned, "ROWS": tile.rows, "WIDTH": tile.width, "num_warps": tile.warps}
         if net.dtype == torch.float32 and isinstance(kernels.flow_pass, triton.JITFunction):
-            shape["maxnreg"] = REGISTERS
+            shape["maxnreg"] = tile.registers
 
         def flow(sums: bool, norms: bool) -> None:
             kernels.flow_pass[(len(chunks),)](

@@ -40,12 +40,17 @@ ODD = 4
 
 
 class Tile(NamedTuple):
-    """Work of one program: `loops` tiles of rows × width, side by side or one below the other."""
+    """Work of one program: `loops` tiles of rows × width, side by side or one below the other.
 
-    rows: int = 16
+    On a GPU `warps` threads of 32 share it, with at most `registers` each: with more, too few programs would be on a
+    processor to hide the latency of memory.
+    """
+
+    rows: int = 8
     width: int = 256
     loops: int = 4
     warps: int = 4
+    registers: int = 128
 
 
 class Tables(NamedTuple):
@@ -271,8 +276,9 @@ class Builder:
             "group": group,
             "unit": True,
         }
-        # Sums along rows are kept in registers while tiles go across, sums along columns while they go down.
-        k, record = self._add(record, matrix.groups, weight, across=e.normalized or matrix.swap)
+        # Sums along columns are kept in registers while tiles go down, sums along rows while they go across: that pays
+        # where a row has a sum for every tap.
+        k, record = self._add(record, matrix.groups, weight, across=period > 1)
         norm_at = norm_rows[cell.row] + norm_columns[cell.column]
         if e.normalized:
             self._fold(k, record, on_rows=not matrix.swap, items=norms, target=self.norms, edges=-1)
