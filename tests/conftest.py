@@ -1,9 +1,13 @@
 """One thread per worker, a seeded generator, and no GPU test without a GPU."""
 
+import os
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ What they read, the tables, they share with the compiled step for CPUs, which ru
 """
 
 import copy
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import gspace
 import zoo
@@ -377,8 +373,7 @@ def test_foreach_and_fused_choose() -> None:
     assert chosen(wide_rows(), foreach=True) == "ForeachStep"
     assert chosen(wide_rows(), fused=False) == "ForeachStep"
     assert chosen(wide_rows(), foreach=False) == "foreach=False"
-    assert "neither" in chosen(wide_rows())
-    assert "no parameter touches a unit" in chosen(nn.Sequential(nn.Linear(2, 2)), foreach=True)
+    assert "no parameter touches a unit" in chosen(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(RuntimeError, match=r"fused=True, but .*bfloat16.* Leave fused=None"):
         chosen(wide_rows().bfloat16(), fused=True)
 
@@ -388,7 +383,8 @@ def test_without_a_compiler_it_still_works(monkeypatch: pytest.MonkeyPatch) -> N
         raise native.NativeError("no C compiler was found (CC, cc, gcc, clang)")
 
     monkeypatch.setattr(native, "library", absent)
-    assert chosen(wide_rows(), foreach=True) == "ForeachStep"
+    assert chosen(wide_rows()) == "ForeachStep"
+    assert "foreach=False" not in chosen(wide_rows(), allocation="spread")
     with pytest.raises(RuntimeError, match="no C compiler"):
         chosen(wide_rows(), fused=True)
 
@@ -410,8 +406,7 @@ def test_what_has_gaps_in_memory_is_left_to_the_definition() -> None:
     with torch.no_grad():
         for m in (model, other):
             m[2].weight = nn.Parameter(torch.stack([m[2].weight, m[2].weight], -1)[..., 0])
-    with pytest.raises(RuntimeError, match="not dense"):
-        chosen(other, allocation="spread", fused=True)
+    assert "not dense" in chosen(other, allocation="spread")
     definition, optimizer = gspace.GSGD(model, 0.05, foreach=False), gspace.GSGD(other, 0.05)
     for seed in range(2):
         for o in (definition, optimizer):

@@ -562,7 +562,7 @@ def test_a_gpu_run_continues(tmp_path: Path, case: str) -> None:
 def test_compiled_and_captured_training_learns(tmp_path: Path, precision: str) -> None:
     recipe = PLAIN.but(width=16, iterations=60, eval_every=20, precision=precision, train_size=None, test_size=None)
     summary = train(recipe, tmp_path, engine=Engine(device="cuda"))
-    assert summary["train_loss"] < 1.5 < curve(tmp_path, recipe)[0]["train_loss"]
+    assert summary["train_loss"] < 2.25 < curve(tmp_path, recipe)[0]["train_loss"]
 
 
 @pytest.mark.gpu

@@ -118,7 +118,8 @@ class PathSGD(Optimizer):
         self._edges = [p for name, p in model.named_parameters() if name in edges]
         self._refuse_strangers()
         if self._trained():
-            self.graph.sum(2)  # what cannot be summed is refused here, not at the first step
+            with torch.no_grad():
+                self.graph.sum(2)  # what cannot be summed is refused here, not at the first step
 
     def __getstate__(self) -> dict[str, Any]:
         return _own_state(self)

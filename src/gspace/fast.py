@@ -2,8 +2,9 @@
 
 `step.py` is the definition. The same two passes exist fused, for a GPU (`launch.py`, Triton) and for a CPU
 (`native.py`, C, where there is a compiler), and in few operations for a CPU (`foreach.py`). `fused=` and `foreach=`
-choose as they do in torch.optim, but None is the definition, one weight after the other, until the kernels have been
-measured on a GPU. What fits none of them (mixed dtypes, weights with gaps in memory) is left to the definition too.
+choose as they do in torch.optim: None takes the best that is available, `fused=True` insists, `foreach=False` is the
+definition, one weight after the other. What fits none of them (mixed dtypes, weights with gaps in memory) is left to
+the definition too.
 """
 
 import importlib.util
@@ -74,10 +75,8 @@ def _choose(optimizer: "GSGD") -> "Bound | str":
         tries = [_triton, _native]
     elif False in foreach_wanted:
         return "foreach=False"
-    elif any(foreach_wanted) or False in fused_wanted:
-        tries = [_foreach]
     else:
-        return "neither foreach nor fused was asked for"  # until the kernels have been measured on a GPU
+        tries = [_foreach] if any(foreach_wanted) or False in fused_wanted else [_triton, _native, _foreach]
     reasons = []
     for attempt in tries:
         found = attempt(optimizer)

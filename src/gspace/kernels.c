@@ -11,7 +11,7 @@ enum {
 };
 enum { GRAD, BUFFER, FRESH }; /* the header: for each, one number per parameter */
 enum { LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER };
-enum { JOB = 8, ROOT = 7, WIDEST = 4096 };
+enum { JOB = 8, ROOT = 7, WIDEST = 4096, LONG = 2048, AHEAD = 32 };
 
 typedef struct {
     const int64_t *params, *jobs, *free, *roots; /* the order of TABLES and SCRATCH in native.py */
@@ -153,6 +153,15 @@ static int flow(const Plan *p, const int64_t *header, int64_t i, int with_sums, 
     return isfinite(check);
 }
 
+/* Skeleton entries lie far apart in memory: asked for ahead, they come together. */
+static void fetch(const REAL *w, const REAL *g, int64_t at)
+{
+    if (at >= 0) {
+        __builtin_prefetch(w + at);
+        if (g) __builtin_prefetch(g + at);
+    }
+}
+
 static void fold(const Plan *p, const int64_t *header, const double *hyper, int64_t i)
 {
     const int32_t *block = p->blocks + 2 * i;
@@ -162,6 +171,7 @@ static void fold(const Plan *p, const int64_t *header, const double *hyper, int6
     const REAL *w = (const REAL *)r[WEIGHT], *g = (const REAL *)header[r[SLOT]];
     const REAL sign = (REAL)hyper[r[GROUP] * HYPER + SIGN];
     REAL *restrict total = (edges < 0 ? p->norms : p->sums) + target;
+    for (int64_t item = block[1]; item < end && edges >= 0; item++) fetch(w, g, p->free[(edges + item) * 2]);
     for (int64_t item = block[1]; item < end; item++) total[item] = 0;
     for (int64_t q = 0; q < count; q += taps) {
         const REAL *restrict part = p->partial + job[1] + q / taps * stride;
@@ -187,6 +197,10 @@ static void gather(const Plan *p, const int64_t *header, const double *hyper, co
     for (int64_t i = 0; i < p->n_roots; i++) {
         const int64_t *root = p->roots + i * ROOT, *r = p->params + root[3] * FIELDS;
         const REAL *w = (const REAL *)r[WEIGHT], *g = (const REAL *)header[r[SLOT]];
+        for (int64_t k = i; i % AHEAD == 0 && k < i + AHEAD && k < p->n_roots; k++) {
+            const int64_t *next = p->roots + k * ROOT, *of = p->params + next[3] * FIELDS;
+            fetch((const REAL *)of[WEIGHT], (const REAL *)header[of[SLOT]], next[4]);
+        }
         REAL behind = 0, norm = p->normalized ? p->norms[root[5]] : 1;
         for (int64_t k = 0; k < root[2]; k++) behind += p->sums[p->lists[root[1] + k]];
         REAL s = g ? w[root[4]] * g[root[4]] * (REAL)hyper[root[6] * HYPER + SIGN] : 0;
@@ -225,20 +239,24 @@ static void move(const Plan *p, const double *hyper, const REAL *in, const REAL 
 }
 
 /* Factors of each unit as tail and as head; the coordinates after the step. */
-static void advance(const Plan *p, REAL *in, REAL *out)
+static void advance(const Plan *p, REAL *restrict in, REAL *restrict out)
 {
     const int64_t n = p->n_units;
-    REAL *f = p->factors;
+    REAL *restrict f = p->factors, *restrict c = f + 3 * n, *restrict rc = f + 5 * n;
     for (int64_t u = 0; u < n; u++) {
-        REAL r = p->ratio[p->root[u]], c = p->spread && u > 0 ? (REAL)(1 / sqrt(fabs((double)r))) : 1;
+        rc[u] = p->ratio[p->root[u]];
+        c[u] = 1;
+    }
+    if (p->spread)
+        for (int64_t u = 1; u < n; u++) c[u] = (REAL)(1 / sqrt(fabs((double)rc[u])));
+    for (int64_t u = 0; u < n; u++) {
         f[u] = 1 / in[u];
         f[n + u] = 1 / out[u];
-        f[2 * n + u] = 1 / (r * c);
-        f[3 * n + u] = c;
-        f[4 * n + u] = 1 / c;
-        f[5 * n + u] = r * c;
-        in[u] = in[u] * r * c;
-        out[u] = out[u] / c;
+        rc[u] *= c[u];
+        f[2 * n + u] = 1 / rc[u];
+        f[4 * n + u] = 1 / c[u];
+        in[u] *= rc[u];
+        out[u] /= c[u];
     }
 }
 
@@ -259,18 +277,25 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
         const int64_t width = k.columns - first < WIDEST ? k.columns - first : WIDEST;
         REAL i_c[WIDEST], m_c[WIDEST], d[WIDEST], kept_c[WIDEST];
         const int32_t *entry_c = column_table + all_c + first; /* row of the entry of each column, within the group */
+        for (int64_t j = 0; j < width && r[UNIT]; j++) {
+            const int64_t a = entry_c[j] - k.row0;
+            if (a >= 0 && a < k.rows) fetch(k.w + first, 0, a * k.stride + j);
+        }
         for (int64_t j = 0; j < width; j++) {
             const int32_t id = r[UNIT] ? column_table[first + j] : 0;
             i_c[j] = p->factors[id];
             m_c[j] = p->factors[2 * n + id];
-            const int64_t a = r[UNIT] ? entry_c[j] - k.row0 : -1;
-            kept_c[j] = a >= 0 && a < k.rows ? k.w[a * k.stride + first + j] : 0;
+        }
+        for (int64_t j = 0; j < width && r[UNIT]; j++) {
+            const int64_t a = entry_c[j] - k.row0;
+            if (a >= 0 && a < k.rows) kept_c[j] = k.w[a * k.stride + first + j];
         }
         const int simple = apply && k.g && decay == 0 && momentum == 0 && !r[NORMAL];
         if (simple)
             for (int64_t j = 0; j < width; j++) d[j] = i_c[j] * i_c[j] * m_c[j];
         for (int64_t a = 0; a < k.rows;) {
-            const int64_t many = simple && a + 4 <= k.rows ? 4 : 1;
+            /* Factors of long rows do not stay in the nearest cache: four rows share what is read of them. */
+            const int64_t many = simple && width > LONG && a + 4 <= k.rows ? 4 : 1;
             REAL i_r[4], m_r[4], s_r[4], step[4], kept[4];
             int64_t entry[4];
             REAL *w = k.w + a * k.stride + first;

@@ -130,7 +130,7 @@ def _flow(
 
 @triton.jit
 def flow_pass(
-    chunks, params, grads, index, norms, partial, flags,
+    chunks, records, grads, index, norms, partial, flags,
     SUMS: tl.constexpr, NORMS: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def flow_pass(
     bytes.
     """
     chunk = chunks + tl.program_id(0) * 4
-    record = params + tl.load(chunk) * FIELDS
+    record = records + tl.load(chunk) * FIELDS
     grad = grads + tl.load(record + SLOT)
     group, row0, column0 = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
     if tl.load(record + EVEN) != 0:
@@ -158,7 +158,7 @@ def flow_pass(
 
 @triton.jit
 def fold_pass(
-    blocks, jobs, params, grads, hyper, partial, norms, free, sums, flags,
+    blocks, jobs, records, grads, hyper, partial, norms, free, sums, flags,
     LAST: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
     DEPTH: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +166,7 @@ def fold_pass(
     block = blocks + tl.program_id(0) * 2
     job = jobs + tl.load(block) * JOB
     item = tl.load(block + 1) + tl.arange(0, ITEMS)
-    record = params + tl.load(job) * FIELDS
+    record = records + tl.load(job) * FIELDS
     source, count, taps = tl.load(job + 1), _field(job, 2), _field(job, 3)
     stride, items, target, edges = _field(job, 4), _field(job, 5), tl.load(job + 6), tl.load(job + 7)
     total = tl.zeros([DEPTH, ITEMS], ACC)
@@ -198,7 +198,7 @@ def fold_pass(
 
 @triton.jit
 def roots_pass(
-    roots, lists, params, grads, hyper, sums, norms, flags, incoming, outgoing, root_grad, shrink, buffer, fresh,
+    roots, lists, records, grads, hyper, sums, norms, flags, incoming, outgoing, root_grad, shrink, buffer, fresh,
     ratio, raw, count,
     GATHER: tl.constexpr, MOVE: tl.constexpr, WEIGHTED: tl.constexpr, NORMS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     MAX_RATIO: tl.constexpr, MAX_DRIFT: tl.constexpr,
@@ -222,7 +222,7 @@ def roots_pass(
             there = step[None, :] < length[:, None]
             index = tl.load(lists + start[:, None] + step[None, :], mask=there, other=0)
             behind += tl.load(sums + index, mask=there, other=0.0)
-        record = params + tl.load(root + 3, mask=exists, other=0) * FIELDS
+        record = records + tl.load(root + 3, mask=exists, other=0) * FIELDS
         offset = tl.load(root + 4, mask=exists, other=0)
         g_address = tl.load(grads + tl.load(record + SLOT))
         w = tl.load(tl.load(record + WEIGHT).to(tl.pointer_type(DTYPE)) + offset, mask=exists, other=0.0).to(ACC)
@@ -359,7 +359,7 @@ def _update(
 
 @triton.jit
 def update_pass(
-    chunks, params, grads, buffers, fresh, hyper, index, factors, norms, flags, shrink, squares, units,
+    chunks, records, grads, buffers, fresh, hyper, index, factors, norms, flags, shrink, squares, units,
     APPLY: tl.constexpr, CLIP: tl.constexpr, NORMS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, HAS_DECAY: tl.constexpr,
     WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -370,7 +370,7 @@ def update_pass(
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     chunk = chunks + program * 4
-    record = params + tl.load(chunk) * FIELDS
+    record = records + tl.load(chunk) * FIELDS
     slot = tl.load(record + SLOT)
     values = hyper + tl.load(record + GROUP) * HYPER
     group, row0, column0 = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)

@@ -20,6 +20,7 @@ from gspace.step import BatchNormRule, Layer
 from gspace.tables import Groups, Network, Tile, addresses, hyper_parameters
 
 FOLD, ROOTS, UNITS = 64, 16, 256  # items of one program of the small passes
+KEPT: list[Tensor] = []  # on the host: a CUDA graph reads them at each replay, whatever becomes of the optimizer
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -153,7 +154,7 @@ class Header:
     """Addresses and hyper-parameters, uploaded when they change.
 
     Under capture the copy from the host becomes part of the graph, which must find what it copies at every replay: each
-    graph gets memory of its own for it, on both sides, made before (nothing may be allocated on the host then).
+    graph gets memory of its own for it, on both sides, that of the host made before: none may be pinned then.
     """
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
@@ -202,5 +203,6 @@ class Header:
         there = torch.empty_like(values, device=self.device)
         there.copy_(here, non_blocking=True)
         self.spare = None
-        self.captured += (here, there)
+        KEPT.append(here)
+        self.captured.append(there)
         return there

@@ -35,9 +35,7 @@ class GSGD(GSpaceOptimizer):
 
     Args:
         model: The model, not its parameters.
-        lr, momentum, dampening, nesterov, weight_decay, maximize: As in `torch.optim.SGD`.
-        foreach, fused: Faster ways to take the same step (`fast.py`): few operations, or compiled kernels. Neither is
-            the default yet.
+        lr, momentum, dampening, nesterov, weight_decay, maximize, foreach, fused: As in `torch.optim.SGD`.
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         reference: "one" (the paper's v) or "balanced"; chosen from the weights if None.
         batch_norm: Rule for rows before a BatchNorm, "released" (the authors' code) or "paper".

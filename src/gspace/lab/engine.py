@@ -5,6 +5,7 @@ tensor of rows, and the learning rate from a tensor, so it is captured once per 
 """
 
 import functools
+import gc
 import importlib.util
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -194,6 +195,7 @@ def capture(
             step(static)
         clear()
     torch.cuda.current_stream().wait_stream(side)
+    gc.collect()  # what remains of an autograd graph would tie the capture to the stream it was made on
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(static)
