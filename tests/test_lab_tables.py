@@ -130,6 +130,28 @@ def test_rates_and_lambdas_are_the_papers() -> None:
     assert sorted({r.weight_decay for r in grid}) == pytest.approx(lambdas)
 
 
+def test_three_patterns_of_signs_meet_three_seeds_and_differ_in_nothing_else() -> None:
+    cells = Variant().cells(EXPERIMENTS["signs"], unknown)
+    lines: dict[str, dict[str, Cell]] = {}
+    for cell in cells:
+        lines.setdefault(cell.line, {})[cell.recipes[0].init] = cell
+    for found in lines.values():
+        assert set(found) == {"skeleton", "skeleton-common-signs", "skeleton-random-signs"}
+        assert len({cell.recipes[0].but(init="default") for cell in found.values()}) == 1
+    assert {len(cell.recipes) for cell in cells if cell.recipes[0].model == "plain-34"} == {3}
+    assert all(len(cell.recipes) >= 3 for cell in cells)
+
+
+def test_rates_are_those_of_table_1_and_its_neighbours() -> None:
+    table = {c.recipes[0] for c in Variant(length=Fraction(1, 8)).cells(EXPERIMENTS["table-1"], unknown)}
+    cells = Variant().cells(EXPERIMENTS["rates"], unknown)
+    assert {cell.recipes[0].lr for cell in cells} == {0.1, 0.3, 1.0, 3.0}
+    for cell in cells:
+        assert cell.recipes[0].but(lr=1.0) in table  # an eighth of the schedule, and shared with it
+        assert cell.axis is not None
+        assert cell.axis.of(cell.recipes[0]) == cell.recipes[0].lr
+
+
 # What follows from results
 
 

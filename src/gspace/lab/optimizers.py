@@ -79,9 +79,20 @@ def build_optimizer(model: nn.Module, recipe: Recipe, rate: Rate, example: Tenso
         raise RecipeError(f"{recipe.optimizer} refuses this recipe: {' '.join(str(error).split())}") from error
 
 
-def _skeleton(sign: Any) -> Callable[[nn.Module, Recipe], None]:
+def _own_signs(recipe: Recipe) -> torch.Generator:
+    return generator(recipe.seed, "signs")
+
+
+def _common_signs(recipe: Recipe) -> torch.Generator:
+    """The same for every seed, and none of theirs."""
+    return generator(0, "signs", "common")
+
+
+def _skeleton(
+    sign: Any, draws: Callable[[Recipe], torch.Generator] = _own_signs
+) -> Callable[[nn.Module, Recipe], None]:
     def initialise(model: nn.Module, recipe: Recipe) -> None:
-        init_skeleton_(model, sign, generator(recipe.seed, "signs"), **symmetry(model, recipe))
+        init_skeleton_(model, sign, draws(recipe), **symmetry(model, recipe))
 
     return initialise
 
@@ -94,4 +105,5 @@ INITS: Mapping[str, Callable[[nn.Module, Recipe], None]] = {
     "default": _as_built,
     "skeleton": _skeleton("positive"),
     "skeleton-random-signs": _skeleton("random"),
+    "skeleton-common-signs": _skeleton("random", _common_signs),
 }
