@@ -34,8 +34,8 @@ class Machine:
     start_seconds: float
 
 
-GPU = Machine("one NVIDIA H200", {"bf16": 2.1e14, "tf32": 1.25e14, "float32": 4e13}, 3e-5, 30.0)
-CPU = Machine("two CPU cores", {"bf16": 2e10, "tf32": 6e10, "float32": 6e10}, 3e-4, 0.5)
+GPU = Machine("one NVIDIA H200", {"bf16": 2.1e14, "tf32": 1.25e14, "float32": 4e13, "float64": 2e13}, 3e-5, 30.0)
+CPU = Machine("two CPU cores", {"bf16": 2e10, "tf32": 6e10, "float32": 6e10, "float64": 3e10}, 3e-4, 0.5)
 MACHINES = {"gpu": GPU, "cpu": CPU}
 
 

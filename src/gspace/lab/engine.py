@@ -47,6 +47,8 @@ class Engine:
         cuda = device.type == "cuda"
         if self.graph and not cuda:
             raise DeviceError(f"a CUDA graph was asked for, but the device is {device}")
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise DeviceError("TensorBoard is not installed: pip install tensorboard")
         triton = importlib.util.find_spec("triton") is not None
         return Engine(
             device=str(device),
@@ -77,7 +79,7 @@ def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
     """Sets how float32 products are computed on a GPU, and how algorithms are chosen; puts it back at the end.
 
     "tf32" rounds the factors of products to 10 bits, "float32" does not, "bf16" casts them by autocast and leaves the
-    rest at "tf32". A CPU has no tf32: there "tf32" means float32.
+    rest at "tf32". A CPU has no tf32: there "tf32" means float32. "float64" holds everything in float64.
     """
     cudnn = torch.backends.cudnn
     before = (
@@ -87,7 +89,7 @@ def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
         cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
     )
-    exact = precision == "float32"
+    exact = precision in ("float32", "float64")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
     _set_arithmetic("highest" if exact else "high", not exact, not deterministic, deterministic, deterministic)
@@ -102,6 +104,16 @@ def _set_arithmetic(matmul: str, tf32: bool, benchmark: bool, cudnn_deterministi
     cudnn = torch.backends.cudnn
     cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = tf32, benchmark, cudnn_deterministic
     torch.use_deterministic_algorithms(deterministic)
+
+
+def number_type(precision: str) -> torch.dtype:
+    """What weights and inputs are held in."""
+    return torch.float64 if precision == "float64" else torch.float32
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` for a softmax: 16-bit numbers are too coarse."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:

@@ -34,7 +34,7 @@ class BusyError(RecordError):
 
 
 class DeviceError(LabError):
-    """The device or the compiler that was asked for is not here."""
+    """The device, the compiler or the package that was asked for is not here."""
 
     exit_code = 5
 

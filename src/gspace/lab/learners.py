@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from gspace.lab.engine import Engine, Tree, autocast, compiled
+from gspace.lab.engine import Engine, Tree, at_least_float32, autocast, compiled, number_type
 from gspace.lab.models import build_model
 from gspace.lab.optimizers import INITS, build_optimizer
 from gspace.lab.recipe import Recipe
@@ -48,7 +48,7 @@ def initial_model(recipe: Recipe, feed: Feed) -> nn.Module:
         torch.manual_seed(derive(recipe.seed, "init"))
         model = build_model(recipe.model, feed.shape, feed.classes, hidden=recipe.hidden, width=recipe.width)
     INITS[recipe.init](model, recipe)
-    return model
+    return model.to(number_type(recipe.precision))
 
 
 def loss_and_errors(
@@ -64,7 +64,7 @@ def loss_and_errors(
     x, y = _laid_out(finish(take(images, rows))), labels[rows[..., 0]]
     with autocast(precision, x.device):
         found = model(x)
-    found = found.float()
+    found = at_least_float32(found)
     return F.cross_entropy(found, y), (found.detach().argmax(1) != y).sum()
 
 
@@ -85,7 +85,7 @@ class Single:
         self.model.to(device)
         if device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        example = torch.zeros(1, *feed.shape, device=device)
+        example = feed.x_test.new_zeros(1, *feed.shape)
         self.optimizer = build_optimizer(self.model, recipe, _rate(recipe.lr, device), example)
         self.totals = torch.zeros(1, 2, dtype=torch.float64, device=device)
         self.loss_total, self.error_total = self.totals[0]
@@ -121,7 +121,7 @@ class Single:
         for x, y in batches:
             with autocast(self.recipe.precision, x.device):
                 found = self.model(_laid_out(x))
-            found = found.float()
+            found = at_least_float32(found)
             total += F.cross_entropy(found, y, reduction="sum")
             errors += (found.argmax(1) != y).sum()
             count += len(y)
@@ -156,8 +156,9 @@ class Stacked:
         self.model = stack([initial_model(recipe, feed) for recipe in recipes]).to(device)
         self.reference = max(range(self.count), key=lambda k: recipes[k].lr)  # its rate is the optimizer's
         largest = recipes[self.reference].lr
-        self.weights = torch.tensor([recipe.lr / largest if largest else 1.0 for recipe in recipes], device=device)
-        example = torch.zeros(1, self.count * math.prod(feed.shape), 1, device=device)
+        scales = [recipe.lr / largest if largest else 1.0 for recipe in recipes]
+        self.weights = torch.tensor(scales, dtype=feed.x_test.dtype, device=device)
+        example = feed.x_test.new_zeros(1, self.count * math.prod(feed.shape), 1)
         self.optimizer = build_optimizer(self.model, self.recipe, _rate(largest, device), example)
         self.totals = torch.zeros(self.count, 2, dtype=torch.float64, device=device)
         self.loss_totals, self.error_totals = self.totals.unbind(1)
@@ -201,7 +202,7 @@ class Stacked:
         totals, count = torch.zeros_like(self.totals), 0
         for x, y in batches:
             with autocast(self.recipe.precision, x.device):
-                found = activations(self.matrices, x.flatten(1).expand(self.count, -1, -1))[-1].float()
+                found = at_least_float32(activations(self.matrices, x.flatten(1).expand(self.count, -1, -1))[-1])
             many = y.expand(self.count, -1)
             loss = F.cross_entropy(found.flatten(0, 1), many.flatten(), reduction="none").view(many.shape)
             totals[:, 0] += loss.sum(1)

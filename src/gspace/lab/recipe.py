@@ -15,7 +15,7 @@ from gspace.lab.models import MODELS
 from gspace.lab.optimizers import INITS, OPTIMIZERS, PINS
 from gspace.lab.transform import AUGMENTS, INPUTS
 
-PRECISIONS = ("float32", "tf32", "bf16")
+PRECISIONS = ("float64", "float32", "tf32", "bf16")
 
 
 def _field(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.lab.data import SETS
+from gspace.lab.engine import at_least_float32
 from gspace.lab.recipe import Recipe
 from gspace.lab.transform import INPUTS
 
@@ -61,7 +62,7 @@ def stack(models: Sequence[nn.Module]) -> nn.Sequential:
         first = layers[0]
         if isinstance(first, nn.Linear):
             inputs, outputs = first.in_features, first.out_features
-            layer = nn.Conv1d(count * inputs, count * outputs, 1, groups=count, bias=False)
+            layer = nn.Conv1d(count * inputs, count * outputs, 1, groups=count, bias=False, dtype=first.weight.dtype)
             with torch.no_grad():
                 layer.weight.copy_(torch.cat([linear.weight for linear in layers])[..., None])
             stacked.add_module(name, layer)
@@ -93,7 +94,7 @@ def losses_and_gradients(
         ∂/∂z = (softmax z − onehot y)·scale/batch,  ∂/∂W = (∂/∂z)ᵀ h,  ∂/∂h = (∂/∂z) W where h > 0.
     """
     *inputs, scores = activations(weights, x)
-    scores = scores.float()
+    scores = at_least_float32(scores)
     log_p = scores.log_softmax(2)
     label = y.unsqueeze(2)
     losses = log_p.gather(2, label).mean((1, 2)).neg_()

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from gspace.lab.data import DataSet, load, subset
 from gspace.lab.download import Progress as DownloadProgress
-from gspace.lab.engine import Engine, arithmetic, capture
-from gspace.lab.errors import DeviceError, Interrupted, RecipeError, RecordError
+from gspace.lab.engine import Engine, arithmetic, capture, number_type
+from gspace.lab.errors import Interrupted, RecipeError, RecordError
 from gspace.lab.learners import Learner, Single, Stacked
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Line, Run, environment, finite, open_run
@@ -159,8 +159,7 @@ def _work(runs: Sequence[Run], learner: Callable[[Sequence[Recipe], Feed, Engine
     recipe, engine = runs[0].recipe, session.engine.resolve()
     data = _data(recipe.data, session.data_dir, engine.device, session.download)
     data = subset(data, train=recipe.train_size, test=recipe.test_size, validation=recipe.validation)
-    source = feed(data, recipe.inputs, recipe.augment)
-    watches = [watch for watch in (session.watch, _tensorboard(runs) if engine.tensorboard else None) if watch]
+    source = feed(data, recipe.inputs, recipe.augment, number_type(recipe.precision))
     with arithmetic(recipe.precision, engine.deterministic), torch.random.fork_rng(), ExitStack() as stack:
         if engine.graph:
             stack.enter_context(torch.cuda.device(engine.device))  # streams and graphs belong to the current device
@@ -168,6 +167,9 @@ def _work(runs: Sequence[Run], learner: Callable[[Sequence[Recipe], Feed, Engine
         loop = Loop(runs, learner([run.recipe for run in runs], source, engine), source, engine)
         for run in runs:
             run.begin(environment(engine=asdict(engine), iteration=loop.iteration))
+        watches = [session.watch] if session.watch else []
+        if engine.tensorboard:
+            watches.append(stack.enter_context(_tensorboard(runs, loop.iteration)))
         stop = session.stop or stack.enter_context(stop_requests())
         loop.prepare(started)
         loop.run(watches, stop)
@@ -375,13 +377,12 @@ def stop_requests() -> Iterator[Stop]:
             signal.signal(signum, handler)
 
 
-def _tensorboard(runs: Sequence[Run]) -> Watch:
-    """Writes each new point of the curves for TensorBoard."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise DeviceError("TensorBoard is not installed: pip install tensorboard") from error
-    writers = {run.recipe: SummaryWriter(str(run.folder / "tensorboard")) for run in runs}
+@contextmanager
+def _tensorboard(runs: Sequence[Run], iteration: int) -> Iterator[Watch]:
+    """Writes each new point of the curves for TensorBoard; what it has after `iteration` will be measured again."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writers = {run.recipe: SummaryWriter(str(run.folder / "tensorboard"), purge_step=iteration + 1) for run in runs}
 
     def write(progress: Progress) -> None:
         for recipe, line in zip(progress.recipes, progress.lines or (None,) * len(runs), strict=True):
@@ -389,7 +390,11 @@ def _tensorboard(runs: Sequence[Run]) -> Watch:
                 if value is not None and name != "iteration":
                     writers[recipe].add_scalar(name, value, progress.iteration)
 
-    return write
+    try:
+        yield write
+    finally:
+        for writer in writers.values():
+            writer.close()
 
 
 if __name__ == "__main__":

@@ -128,11 +128,11 @@ class Feed:
         return torch.cat([index[:, None], draws], 1).to(self.labels.device)
 
 
-def feed(data: DataSet, inputs: str, augment: str) -> Feed:
+def feed(data: DataSet, inputs: str, augment: str, dtype: torch.dtype = torch.float32) -> Feed:
     """The data set made ready for training: transformed once if nothing random happens to it, else padded."""
 
     def finish(pixels: Tensor) -> Tensor:
-        return INPUTS[inputs](pixels.to(torch.float32) / data.white, data.mean, data.std)
+        return INPUTS[inputs](pixels.to(dtype) / data.white, data.mean, data.std)
 
     def ready(inputs: Tensor) -> Tensor:
         return inputs
