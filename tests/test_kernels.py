@@ -425,6 +425,9 @@ class Counted:
         self.launches.append(self.kernel.fn.__name__)
         return self.kernel[grid]
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
 
 @pytest.mark.parametrize(("options", "expected"), [({}, 5), ({"momentum": 0.9, "weight_decay": 0.1}, 5)])
 def test_launches_do_not_depend_on_depth(

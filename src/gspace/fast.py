@@ -9,6 +9,7 @@ the definition too.
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,6 +21,9 @@ from gspace.tables import Groups, Network, Tile, addresses, is_dense
 
 if TYPE_CHECKING:
     from gspace.optim import GSGD
+
+
+_IS_SPARSE, _DTYPE = attrgetter("is_sparse"), attrgetter("dtype")
 
 
 class Way(Protocol):
@@ -165,7 +169,8 @@ class Bound:
     ) -> None:
         self.way, self.parameters, self.groups, self.rest = way, list(parameters), list(groups), rest
         self.units = len(optimizer._weights)
-        self.places, self.layouts = addresses(parameters), [(p.layout, p.stride(), p.dtype) for p in parameters]
+        self.places, self.strides = addresses(parameters), [p.stride() for p in parameters]
+        self.dtypes = {p.dtype for p in parameters}
         self.nothing: list[Tensor | None] = [None] * len(parameters)
         self.never = [False] * len(parameters)
         self.complete = not any(rest)
@@ -204,10 +209,10 @@ class Bound:
         there = [g for g in grads if g is not None]
         if all(g is None for g in grads[: self.units]):
             return None
-        if [(g.layout, g.stride(), g.dtype) for g in there] == self.layouts:
-            return grads
-        if any(g.is_sparse for g in there):
+        if any(map(_IS_SPARSE, there)):
             return None
+        if list(map(Tensor.stride, there)) == self.strides and set(map(_DTYPE, there)) == self.dtypes:
+            return grads
         return [None if g is None else _like(p, g) for p, g in zip(self.parameters, grads, strict=True)]
 
     def _buffers(self, optimizer: "GSGD", grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[bool]]:

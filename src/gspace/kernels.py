@@ -59,6 +59,17 @@ def _units(record, rows, columns):
 
 
 @triton.jit
+def _norm_places(record, index, group, row, column):
+    """Where the norms of rows and of columns are; index 0 is a norm of 1."""
+    rows, columns = _field(record, R), _field(record, C)
+    unit_rows, unit_columns = _units(record, rows, columns)
+    of_rows = index + tl.load(record + ROW_TABLE) + (2 * _field(record, GROUPS) + group) * rows
+    of_columns = index + tl.load(record + COLUMN_TABLE) + (2 * _field(record, GROUPS) + group) * columns
+    n_r = tl.load(of_rows + row, mask=row < unit_rows, other=0)
+    return n_r, tl.load(of_columns + column, mask=column < unit_columns, other=0)
+
+
+@triton.jit
 def _flow(
     record, grad, index, norms, partial, flags, group, row0, column0,
     WIDE: tl.constexpr, SUMS: tl.constexpr, NORMS: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
@@ -81,50 +92,57 @@ def _flow(
     w_base = _address(tl.load(record + WEIGHT), start, WIDE, DTYPE, VECTOR)
     g_base = _address(g_address, start, WIDE, DTYPE, VECTOR)
 
-    count_r, count_c = _field(record, GROUPS) * rows, _field(record, GROUPS) * columns
-    row_norm = index + tl.load(record + ROW_TABLE) + 2 * count_r + group * rows
-    column_norm = index + tl.load(record + COLUMN_TABLE) + 2 * count_c + group * columns
-    unit_rows, unit_columns = _units(record, rows, columns)
     lane, line = tl.arange(0, WIDTH), tl.arange(0, ROWS)
-    column_sum = tl.zeros([WIDTH], ACC)
-    row_sum = tl.zeros([ROWS, WIDTH], ACC)
-    bad, row_check = tl.zeros([WIDTH], tl.int32), tl.zeros([ROWS], ACC)
+    # Tiles go down, or across where a row has a sum for each of several taps: sums along the way are kept in registers.
+    kept = tl.zeros([ROWS, WIDTH], ACC)
+    row_check, column_check = tl.zeros([ROWS], ACC), tl.zeros([WIDTH], ACC)
+    rows_out, columns_out = tl.where(on_rows, rows, 0), tl.where(on_columns, columns, 0)
+    to_columns = partial + tl.load(record + COLUMN_OUT) + group * columns
+    to_columns += (row0 // _field(record, CHUNK_ROWS)) * tl.load(record + COLUMN_STRIDE)
+    to_rows = (
+        partial + tl.load(record + ROW_OUT) + (column0 // _field(record, CHUNK_COLUMNS)) * tl.load(record + ROW_STRIDE)
+    )
     for i in range(steps):
         row = row0 + i * down * ROWS + line
         column = column0 + i * across * lanes + lane
         offset = (i * down * ROWS + line)[:, None] * columns + (i * across * lanes + lane)[None, :]
-        there = ((lane < lanes) & (column < columns))[None, :]
-        w = tl.load(w_base + offset, mask=(row < w_rows)[:, None] & there, other=0.0).to(ACC)
+        there = (lane < lanes) & (column < columns)
+        w = tl.load(w_base + offset, mask=(row < w_rows)[:, None] & there[None, :], other=0.0).to(ACC)
         g = w
         if SUMS:
-            g = tl.load(g_base + offset, mask=(row < g_rows)[:, None] & there, other=0.0).to(ACC)
+            g = tl.load(g_base + offset, mask=(row < g_rows)[:, None] & there[None, :], other=0.0).to(ACC)
             if not NORMS:
-                n_r = tl.load(row_norm + row, mask=row < unit_rows, other=0)
-                n_c = tl.load(column_norm + column, mask=column < unit_columns, other=0)
-                g *= tl.load(norms + n_r[:, None] + n_c[None, :])
-        column_sum += tl.sum(w * tl.where(swap, w, g), 0)
-        row_sum += w * tl.where(swap, g, w)
-        # A sum of w·g is finite only if every g is, also where w is 0 or was not read.
-        bad |= tl.where(tl.abs(column_sum) < float("inf"), 0, 1)
-        last = i == steps - 1
-        if on_columns & (last | (across != 0)):
-            at = tl.load(record + COLUMN_OUT) + (row0 // _field(record, CHUNK_ROWS)) * tl.load(record + COLUMN_STRIDE)
-            tl.store(partial + at + group * columns + column, column_sum, mask=(lane < lanes) & (column < columns))
-            column_sum = tl.zeros([WIDTH], ACC)
-        if on_rows & (last | (down != 0)):
-            period = _field(record, PERIOD)
-            at = tl.load(record + ROW_OUT) + (column0 // _field(record, CHUNK_COLUMNS)) * tl.load(record + ROW_STRIDE)
-            tap_of = lane % period
-            for tap in range(period):
-                of_tap = tl.sum(tl.where((tap_of == tap)[None, :], row_sum, 0.0), 1)
-                tl.store(partial + at + (group * rows + row) * period + tap, of_tap, mask=row < rows)
-                row_check += of_tap
-            row_sum = tl.zeros([ROWS, WIDTH], ACC)
+                n_r, n_c = _norm_places(record, index, group, row, column)
+                g *= tl.load(norms + n_r)[:, None] * tl.load(norms + n_c)[None, :]
+        by_column, by_row = w * tl.where(swap, w, g), w * tl.where(swap, g, w)
+        if down != 0:
+            kept += by_column
+            if on_rows | swap:
+                total = tl.sum(by_row, 1)
+                tl.store(to_rows + group * rows + row, total, mask=row < rows_out)
+                row_check += total
+        else:
+            kept += by_row
+            if on_columns | (swap == 0):
+                total = tl.sum(by_column, 0)
+                tl.store(to_columns + column, total, mask=there & (column < columns_out))
+                column_check += total
+    if down != 0:
+        total = tl.sum(kept, 0)
+        tl.store(to_columns + column0 + lane, total, mask=(lane < lanes) & (column0 + lane < columns_out))
+        column_check += total
+    elif on_rows | swap:
+        row = row0 + line
+        period = _field(record, PERIOD)
+        for tap in range(period):
+            total = tl.sum(tl.where((lane % period == tap)[None, :], kept, 0.0), 1)
+            tl.store(to_rows + (group * rows + row) * period + tap, total, mask=row < rows_out)
+            row_check += total
     if SUMS:
-        if swap:
-            row_check += tl.sum(row_sum, 1)
+        # A sum of w·g is finite only if every g is, also where w is 0 or was not read.
         row_bad = tl.where(tl.abs(row_check) < float("inf"), 0, 1)
-        found = tl.maximum(tl.max(bad, 0), tl.max(row_bad, 0))
+        column_bad = tl.where(tl.abs(column_check) < float("inf"), 0, 1)
+        found = tl.maximum(tl.max(column_bad, 0), tl.max(row_bad, 0))
         tl.atomic_max(flags + PENDING, found, mask=found > 0)
 
 
@@ -267,7 +285,8 @@ def units_pass(
 ):
     """Factors of each unit as tail and as head: what its gradients, weights and skeleton weights are multiplied by.
 
-    `factors` is (3, 2, H + 1): 1/Ĩ and 1/Õ; 1/(R·c) and c; 1/c and R·c, where c is the scale that spreads R, or 1.
+    `factors` is (3, 2, H + 1): 1/Ĩ and 1/Õ; m = 1/(R·c) and c, where c is the scale that spreads R, or 1; and R twice,
+    for skeleton weights: a free one becomes w·m·m·R, in(r) too.
     """
     u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
     exists = u < count
@@ -280,8 +299,8 @@ def units_pass(
     tl.store(factors + count + u, 1 / out, mask=exists)
     tl.store(factors + 2 * count + u, 1 / (r * c), mask=exists)
     tl.store(factors + 3 * count + u, c, mask=exists)
-    tl.store(factors + 4 * count + u, 1 / c, mask=exists)
-    tl.store(factors + 5 * count + u, r * c, mask=exists)
+    tl.store(factors + 4 * count + u, r, mask=exists)
+    tl.store(factors + 5 * count + u, r, mask=exists)
     go = u < tl.where(tl.load(flags + SKIP) == 0, count, 0)
     tl.store(incoming + u, into * r * c, mask=go)
     tl.store(outgoing + u, out / c, mask=go)
@@ -290,8 +309,9 @@ def units_pass(
 @triton.jit
 def _update(
     record, grad, buffer, is_new, values, index, factors, norms, shrink, group, row0, column0, units,
-    WIDE: tl.constexpr, APPLY: tl.constexpr, CLIP: tl.constexpr, NORMS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
-    HAS_DECAY: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    WIDE: tl.constexpr, APPLY: tl.constexpr, CLIP: tl.constexpr, NORMS: tl.constexpr, TAPS: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr, HAS_DECAY: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     rows, columns, lanes = _field(record, R), _field(record, C), _field(record, LANES)
@@ -330,12 +350,14 @@ def _update(
         entry_r = tl.load(row_table + count_r + row, mask=row < unit_rows, other=-1)
         entry_c = tl.load(column_table + count_c + column, mask=column < unit_columns, other=-1)
         i_r, i_c = tl.load(factors + id_r), tl.load(factors + id_c)
-        inverse = i_r[:, None] * i_c[None, :]
+        e_r, e_c = i_r, i_c
         if NORMS:
-            n_r = tl.load(row_table + 2 * count_r + row, mask=row < unit_rows, other=0)
-            n_c = tl.load(column_table + 2 * count_c + column, mask=column < unit_columns, other=0)
-            g *= tl.load(norms + n_r[:, None] + n_c[None, :])
-        d = g * inverse
+            n_r, n_c = _norm_places(record, index, group, row, column)
+            if TAPS:  # rows with a norm for each tap: the sum of two places
+                g *= tl.load(norms + n_r[:, None] + n_c[None, :])
+            else:
+                e_r, e_c = i_r * tl.load(norms + n_r), i_c * tl.load(norms + n_c)
+        d = g * (e_r[:, None] * e_c[None, :])
         by_row, by_column = entry_r[:, None] == column[None, :], entry_c[None, :] == row[:, None]
         if APPLY:
             if HAS_DECAY:
@@ -347,10 +369,10 @@ def _update(
                 # What is stored is what is used, in the precision of the buffer.
                 d = tl.where(momentum != 0, tl.where(nesterov, d + momentum * new.to(ACC), new.to(ACC)), d)
             m_r, m_c = tl.load(factors + 2 * units + id_r), tl.load(factors + 2 * units + id_c)
-            s_r, s_c = tl.load(factors + 4 * units + id_r), tl.load(factors + 4 * units + id_c)
-            moved = (w - lr * d * inverse) * (m_r[:, None] * m_c[None, :])
-            moved = tl.where(by_row, w * (s_r[:, None] * m_c[None, :]), moved)
-            moved = tl.where(by_column, w * (m_r[:, None] * s_c[None, :]), moved)
+            r_r, r_c = tl.load(factors + 4 * units + id_r), tl.load(factors + 4 * units + id_c)
+            moved = w - d * ((lr * i_r)[:, None] * i_c[None, :])
+            moved = tl.where(by_row, w * r_r[:, None], moved)
+            moved = tl.where(by_column, w * r_c[None, :], moved) * (m_r[:, None] * m_c[None, :])
             tl.store(w_base + offset, moved.to(DTYPE), mask=(row < rows)[:, None] & there[None, :])
         else:
             square += tl.where(by_row | by_column, 0.0, tl.where(unit, d * d, 0.0))
@@ -360,8 +382,9 @@ def _update(
 @triton.jit
 def update_pass(
     chunks, records, grads, buffers, fresh, hyper, index, factors, norms, flags, shrink, squares, units,
-    APPLY: tl.constexpr, CLIP: tl.constexpr, NORMS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, HAS_DECAY: tl.constexpr,
-    WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    APPLY: tl.constexpr, CLIP: tl.constexpr, NORMS: tl.constexpr, TAPS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
+    HAS_DECAY: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """w ← (w − lr·d·i)·m with i = 1/(Ĩ·Õ), d the direction of ∂ℓ/∂v = g·n·i; skeleton entries by their own factors.
 
@@ -380,13 +403,13 @@ def update_pass(
             total = _update(
                 record, grads + slot, buffers + slot, fresh + slot, values,
                 index, factors, norms, shrink, group, row0, column0, units,
-                WIDE, APPLY, CLIP, NORMS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS, WIDTH,
+                WIDE, APPLY, CLIP, NORMS, TAPS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS, WIDTH,
             )  # fmt: skip
         else:
             total = _update(
                 record, grads + slot, buffers + slot, fresh + slot, values,
                 index, factors, norms, shrink, group, row0, column0, units,
-                False, APPLY, CLIP, NORMS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS // THIN, WIDTH,
+                False, APPLY, CLIP, NORMS, TAPS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS // THIN, WIDTH,
             )  # fmt: skip
         if not APPLY:
             tl.store(squares + program, total)

@@ -8,8 +8,9 @@ graph, the step keeps the addresses and hyper-parameters it saw; a learning rate
 import functools
 import operator
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from gspace import kernels, tables
 from gspace.step import BatchNormRule, Layer
 from gspace.tables import Groups, Network, Tile, addresses, hyper_parameters
 
-FOLD, ROOTS, UNITS = 64, 16, 256  # items of one program of the small passes
+FOLD, DEPTH, ROOTS, UNITS = 32, 64, 16, 256  # items of one program of the small passes, and sums it reads at a time
 KEPT: list[Tensor] = []  # on the host: a CUDA graph reads them at each replay, whatever becomes of the optimizer
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
@@ -41,9 +42,11 @@ class FusedStep:
     def __init__(self, network: Network) -> None:
         self.network = network
         weight = network.parameters[0]
+        self.device = weight.device
         self.shrink = torch.ones(1, dtype=network.dtype, device=weight.device)
         self.flags = torch.zeros(3, dtype=torch.int32, device=weight.device)
         self.header = Header(network.parameters, weight.device)
+        self.compiled: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
         types = {"DTYPE": weight.dtype, "ACC": network.dtype}
         self.kinds = {name: getattr(triton.language, DTYPES[dtype]) for name, dtype in types.items()}
 
@@ -63,7 +66,15 @@ class FusedStep:
         Gradients and buffers lie in memory like their parameters; None is a missing one. Path ratios, bounded and not,
         are left in the network; how many steps were not taken, in `flags[2]`.
         """
-        sent = self.header.upload(groups, grads, buffers, fresh, root_fresh)
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            sent = self.header.upload(groups, grads, buffers, fresh, root_fresh)
+            self._passes(groups, sent, incoming, outgoing, root_buffer)
+        torch.autograd.graph.increment_version(self.network.parameters)
+        return True
+
+    def _passes(
+        self, groups: Groups, sent: "Sent", incoming: Tensor, outgoing: Tensor, root_buffer: Tensor | None
+    ) -> None:
         net = self.network
         params, chunks, jobs, blocks, units, free, roots, lists = net.tables
         has_momentum = root_buffer is not None
@@ -74,34 +85,45 @@ class FusedStep:
             shape["maxnreg"] = tile.registers
 
         def flow(sums: bool, norms: bool) -> None:
-            kernels.flow_pass[(len(chunks),)](
-                chunks, params, sent.grads, units, net.norms, net.partial, self.flags,
-                SUMS=sums, NORMS=norms, **self.kinds, **shape,
-            )  # fmt: skip
+            tensors = (chunks, params, sent.grads, units, net.norms, net.partial, self.flags)
+            self._launch("flow_pass", len(chunks), tensors, SUMS=sums, NORMS=norms, **self.kinds, **shape)
 
         def fold(some: Tensor, last: bool) -> None:
-            kernels.fold_pass[(len(some),)](
+            tensors = (
                 some, jobs, params, sent.grads, sent.hyper, net.partial, net.norms, free, net.sums, self.flags,
-                LAST=last, WEIGHTED=net.weighted, **self.kinds, DEPTH=16, ITEMS=net.fold_items,
             )  # fmt: skip
+            options = {"WEIGHTED": net.weighted, "DEPTH": DEPTH, "ITEMS": net.fold_items}
+            self._launch("fold_pass", len(some), tensors, LAST=last, **options, **self.kinds)
 
         def at_roots(gather: bool, move: bool) -> None:
-            kernels.roots_pass[(triton.cdiv(len(roots), ROOTS),)](
+            tensors = (
                 roots, lists, params, sent.grads, sent.hyper, net.sums, net.norms, self.flags, incoming, outgoing,
                 net.root_grad, self.shrink, root_buffer if has_momentum else self.shrink, sent.root_fresh,
                 net.ratio, net.raw, len(roots),
-                GATHER=gather, MOVE=move, WEIGHTED=net.weighted, NORMS=net.normalized, HAS_MOMENTUM=has_momentum,
-                MAX_RATIO=net.max_ratio, MAX_DRIFT=net.max_drift,
-                **self.kinds, ROOTS=ROOTS, LENGTH=32,
             )  # fmt: skip
+            guards = {"MAX_RATIO": net.max_ratio, "MAX_DRIFT": net.max_drift}
+            options = {"WEIGHTED": net.weighted, "NORMS": net.normalized, "HAS_MOMENTUM": has_momentum, "LENGTH": 32}
+            programs = triton.cdiv(len(roots), ROOTS)
+            self._launch(
+                "roots_pass",
+                programs,
+                tensors,
+                GATHER=gather,
+                MOVE=move,
+                ROOTS=ROOTS,
+                **options,
+                **guards,
+                **self.kinds,
+            )
 
         def update(apply: bool) -> None:
-            kernels.update_pass[(len(chunks),)](
+            tensors = (
                 chunks, params, sent.grads, sent.buffers, sent.fresh, sent.hyper, units, net.factors, net.norms,
                 self.flags, self.shrink, net.squares, len(net.root),
-                APPLY=apply, CLIP=apply and net.max_norm is not None, NORMS=net.normalized,
-                HAS_MOMENTUM=has_momentum, HAS_DECAY=has_decay, **self.kinds, **shape,
             )  # fmt: skip
+            options = {"NORMS": net.normalized, "TAPS": net.taps, "HAS_MOMENTUM": has_momentum, "HAS_DECAY": has_decay}
+            clip = apply and net.max_norm is not None
+            self._launch("update_pass", len(chunks), tensors, APPLY=apply, CLIP=clip, **options, **self.kinds, **shape)
 
         if net.weighted:
             flow(sums=False, norms=True)
@@ -122,13 +144,27 @@ class FusedStep:
             total = net.squares.sum() + net.root_grad.square().sum()
             self.shrink.copy_((net.max_norm / (total.sqrt() + 1e-6)).clamp(max=1))
             at_roots(gather=False, move=True)
-        kernels.units_pass[(triton.cdiv(len(net.root), UNITS),)](
-            net.root, net.ratio, incoming, outgoing, net.factors, self.flags, len(net.root),
-            SPREAD=net.spread, ACC=self.kinds["ACC"], UNITS=UNITS,
-        )  # fmt: skip
+        tensors = (net.root, net.ratio, incoming, outgoing, net.factors, self.flags, len(net.root))
+        programs = triton.cdiv(len(net.root), UNITS)
+        self._launch("units_pass", programs, tensors, SPREAD=net.spread, ACC=self.kinds["ACC"], UNITS=UNITS)
         update(apply=True)
-        torch.autograd.graph.increment_version(net.parameters)
-        return True
+
+    def _launch(self, name: str, programs: int, tensors: tuple[Any, ...], **options: Any) -> None:
+        """`kernels.name[(programs,)](*tensors, **options)`, remembering what was compiled.
+
+        Triton looks at every argument at every call, for longer than torch's whole step takes. It looks for dtypes and
+        for addresses that are multiples of 16 bytes: here those are the same at every step.
+        """
+        key = (name, programs, *options.values())
+        known = self.compiled.get(key)
+        if known is not None:
+            launch, constants = known
+            launch(*tensors, *constants)
+            return
+        kernel = getattr(kernels, name)
+        found = kernel[(programs,)](*tensors, **options)
+        if found is not None:  # None from the interpreter
+            self.compiled[key] = found[programs, 1, 1], [options[arg] for arg in kernel.arg_names[len(tensors) :]]
 
 
 class Sent(NamedTuple):

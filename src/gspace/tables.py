@@ -185,6 +185,7 @@ class Network:
         self.root = root.to(device, torch.int32)
         self.normalized = self.sizes.norms > 1
         self.weighted = self.normalized and rule == "paper"
+        self.taps = bool((found.params[:, RECORD.index("period")] > 1).any())
 
         def scratch(size: int, fill: float = 0.0) -> Tensor:
             return torch.full((max(size, 1),), fill, dtype=self.dtype, device=device)
