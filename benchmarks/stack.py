@@ -126,8 +126,8 @@ def page(record: dict[str, Any]) -> str:
         "",
         f"[49:h:h:10] on Fashion-MNIST, one epoch, n = {record['n']} seeds: one by one, and by `train_many`, which "
         f"stacks as many networks as the cache holds. Medians over the pairs (torch {where['torch']}, "
-        f"{where['platform']}, {where['threads']} threads of a CPU). The last columns are the largest relative difference, "
-        "over the seeds, of the loss on all training images at the end: alone against stacked in float64 and in "
+        f"{where['platform']}, {where['threads']} threads of a CPU). The last columns are the largest relative "
+        "difference, over the seeds, of the loss on all training images at the end: alone against stacked in float64 and in "
         "float32, and alone on two threads against alone on one. "
         f"Test errors differ by {exact} images of 10,000 in float64, by at most {images} in float32.",
         "",

@@ -22,6 +22,7 @@ from gspace.tables import Groups, Network, Tile, addresses, hyper_parameters
 
 FOLD, DEPTH, ROOTS, UNITS = 32, 64, 16, 256  # items of one program of the small passes, and sums it reads at a time
 KEPT: list[Tensor] = []  # on the host: a CUDA graph reads them at each replay, whatever becomes of the optimizer
+DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)  # how compiled kernels are called varied before
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -163,7 +164,7 @@ class FusedStep:
             return
         kernel = getattr(kernels, name)
         found = kernel[(programs,)](*tensors, **options)
-        if found is not None:  # None from the interpreter
+        if found is not None and DIRECT:  # None from the interpreter
             self.compiled[key] = found[programs, 1, 1], [options[arg] for arg in kernel.arg_names[len(tensors) :]]
 
 
