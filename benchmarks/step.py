@@ -1,29 +1,33 @@
 """How long a step and an iteration take: GSGD beside torch's SGD, in one process, interleaved, medians.
 
-    python benchmarks/step.py [--out FOLDER] [--only NAME ...] [--seconds S] [--repeats N] [--threads T]
-    python benchmarks/step.py --gpu-check --out FOLDER
+    gspace bench step [--out FOLDER] [--only SECTION ...] [--network NAME ...] [--mode MODE ...] [--threads T]
 
-Sections (`--only`): "iteration" times forward, backward and step of every network with every optimizer, eager and, on
-a GPU, as one CUDA graph; "step" the step alone; "width" and "depth" how it grows with weights and with layers.
-`--gpu-check` is what a GPU must show, in a few minutes: kernels against the definition, the step on 10⁸ weights beside
-fused SGD and a copy, ResNet-50 eager, Plain-34 and ResNet-34 as CUDA graphs, time per kernel, other tiles.
+| section | what is timed |
+|---|---|
+| iteration | forward, backward and step: every network, optimizer, mode (eager, compiled, CUDA graph) and precision |
+| step | the step alone, as users call it and, on a GPU, as a CUDA graph beside a plain copy |
+| width, depth | how the step grows from 10³ to 10⁸ weights and from 10 to 500 layers |
+| kernels, tiles | time of each kernel on a GPU, and of the step with other tiles |
 
-Every time is the median over interleaved repeats, with the 10th and 90th percentile; a ratio is that of two medians of
-the same section. The written CSV holds one row per time, the JSON the environment too.
+Every time is the median over interleaved repeats, with the 10th and 90th percentile; a ratio is that of two medians
+taken in the same turns, and "again" is the baseline a second time: how far its ratio is from 1 is noise. FOLDER gets
+`step-cpu.csv` or `step-gpu.csv` and a figure like the paper's Fig. 6.
 """
 
 import argparse
 import csv
-import json
+import importlib.util
+import itertools
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -279,11 +283,8 @@ def captured(once: Callable[[], None], clear: Callable[[], None]) -> Callable[[]
 class Setting:
     device: str
     repeats: int
-    deadline: float
-
-    @property
-    def left(self) -> float:
-        return self.deadline - time.perf_counter()
+    networks: Sequence[str] = tuple(NETWORKS)
+    modes: Sequence[str] = ("eager",)
 
 
 def time_iteration(
@@ -303,10 +304,12 @@ def time_iteration(
             rate: Rate = torch.tensor(1e-5, device=device) if device == "cuda" and "foreach" not in label else 1e-5
             optimizer = OPTIMIZERS[label.removesuffix(" again")](model, rate, momentum)
             once = iteration(model, optimizer, x, y, precision, compiled="compiled" in mode)
-            if "graph" in mode:
-                calls[label] = captured(once, partial(optimizer.zero_grad, set_to_none=True))
-            else:
-                calls[label] = once
+            try:
+                once()
+                graph = "graph" in mode
+                calls[label] = captured(once, partial(optimizer.zero_grad, set_to_none=True)) if graph else once
+            except RuntimeError as error:
+                print(f"{label} refuses {name} {mode} {precision}: {str(error).splitlines()[0]}", flush=True)
         clock = partial(by_device, calls=5) if "graph" in mode else by_host
         times = interleave(calls, clock, setting.repeats)
     common = {"network": name, "device": device, "mode": mode, "precision": precision, "momentum": momentum}
@@ -330,41 +333,55 @@ def time_step(
     return rows(times, baseline, section=section, network=name, **common)
 
 
-def copy_bandwidth(setting: Setting) -> float:
-    """Bytes per second of a device-to-device copy, read plus written."""
+def time_copy(setting: Setting) -> Time:
+    """A copy of 1 GiB on the device: what memory gives."""
     source = torch.randn(1 << 28, device="cuda")
     target = torch.empty_like(source)
-    seconds = statistics.median(interleave({"copy": lambda: target.copy_(source)}, by_device, setting.repeats)["copy"])
-    return 2 * source.numel() * source.element_size() / seconds
+    times = interleave({"copy": lambda: target.copy_(source)}, by_device, setting.repeats)
+    common = {"network": "1 GiB", "device": "cuda", "mode": "eager", "precision": "float32", "momentum": 0.0}
+    return rows(times, "copy", section="step", **common)[0]
+
+
+def share_of_copy(row: Time, weights: int, copy: Time) -> Time:
+    """What the step reads and writes (w, g, w, and twice the buffer; w and g again) over what a copy does."""
+    moved = weights * (28 if row.momentum else 20) / row.median_us
+    return replace(row, note=f"{moved / ((2 << 30) / copy.median_us):.0%} of copy")
 
 
 def iterations(setting: Setting) -> Iterator[list[Time]]:
     on_gpu = setting.device == "cuda"
-    for name, network in NETWORKS.items():
-        if network.gpu_only and not on_gpu:
+    for name, mode in itertools.product(setting.networks, setting.modes):
+        if NETWORKS[name].gpu_only and not on_gpu:
             continue
         others = ["InGSpace(SGD)"] + (["PathSGD"] if name not in ("resnet-50", "mlp-100M") else [])
-        for momentum in (0.0, 0.9):
-            yield time_iteration(setting, name, "eager", "float32", momentum, [FOREACH, FUSED, OURS], FOREACH)
-            yield time_iteration(setting, name, "eager", "float32", momentum, [FOREACH, *others], FOREACH)
-            if on_gpu:
-                for precision in ("bf16", "tf32"):
-                    yield time_iteration(setting, name, "graph", precision, momentum, [FUSED, OURS], FUSED)
+        for precision, momentum in itertools.product(("bf16", "tf32") if on_gpu else ("float32",), (0.0, 0.9)):
+            fair = [FUSED, FOREACH] if "graph" not in mode else [FUSED]  # torch's foreach needs a rate on the host
+            common = (setting, name, mode, precision, momentum)
+            yield time_iteration(*common, [*fair, OURS], fair[-1])
+            yield time_iteration(*common, [fair[-1], *others], fair[-1])
 
 
 def steps(setting: Setting) -> Iterator[list[Time]]:
     ours = [FOREACH, FUSED, OURS, "GSGD foreach", "GSGD definition"]
-    for name, network in NETWORKS.items():
-        if setting.device == "cuda" or not network.gpu_only:
-            for momentum in (0.0, 0.9):
-                yield time_step(setting, name, network, "eager", momentum, ours, FOREACH)
+    copy = time_copy(setting) if setting.device == "cuda" else None
+    if copy:
+        yield [copy]
+    for name, momentum in itertools.product(setting.networks, (0.0, 0.9)):
+        network = NETWORKS[name]
+        if copy or not network.gpu_only:
+            yield time_step(setting, name, network, "eager", momentum, ours, FOREACH)
+        if copy:
+            weights = sum(p.numel() for p in network.build().parameters())
+            found = time_step(setting, name, network, "graph", momentum, [FUSED, OURS], FUSED)
+            yield [share_of_copy(row, weights, copy) if row.optimizer == OURS else row for row in found]
 
 
 def widths(setting: Setting) -> Iterator[list[Time]]:
-    """10³ to 10⁸ weights in three layers."""
-    for width in (18, 58, 183, 577, 1826, 5774):
+    """10³ to 10⁸ weights in three layers; on a GPU as a CUDA graph, where the host has no part in it."""
+    mode, baseline = ("graph", FUSED) if setting.device == "cuda" else ("eager", FOREACH)
+    for width in (18, 58, 183, 577, 1826, 3333, 5774):
         network = Network(partial(square, width, 3), (1, 1, width), 1)
-        yield time_step(setting, f"3x{width}x{width}", network, "eager", 0.0, [FOREACH, OURS], FOREACH, "width")
+        yield time_step(setting, f"3x{width}x{width}", network, mode, 0.0, [baseline, OURS], baseline, "width")
 
 
 def depths(setting: Setting) -> Iterator[list[Time]]:
@@ -373,82 +390,28 @@ def depths(setting: Setting) -> Iterator[list[Time]]:
         yield time_step(setting, f"{layers}x64x64", network, "eager", 0.0, [FOREACH, OURS], FOREACH, "depth")
 
 
-# What a GPU must show -------------------------------------------------------------------------------------------------
+# Kernels --------------------------------------------------------------------------------------------------------------
 
 
-def small_convolutional() -> nn.Sequential:
-    """BatchNorm, groups, rows that are and are not multiples of 16 bytes, parameters outside every unit."""
-    return nn.Sequential(
-        *(nn.Conv2d(3, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 48, 3, groups=4), nn.ReLU()),
-        *(nn.Conv2d(48, 40, 3, bias=False), nn.BatchNorm2d(40), nn.ReLU(), nn.ConvTranspose2d(40, 24, 2), nn.ReLU()),
-        *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(96, 300), nn.ReLU(), nn.Linear(300, 77), nn.GELU()),
-        nn.Linear(77, 5),
-    )
-
-
-CHECKED: Mapping[str, Callable[[], nn.Module]] = {
-    "convolutional": small_convolutional,
-    "mlp": partial(mlp, (1, 1, 50), 10, (300, 280, 77)),
-    "plain-34 narrow": partial(build_model, "plain-34", CIFAR, 10, width=16),
-}
-# Against `step.py` in the same precision, relative to each tensor's norm. 16 bits: one unit in the last place, because
-# the kernels round once and `step.py` may fall on the other side.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
-CHECKED_OPTIONS: Mapping[str, dict[str, Any]] = {
-    "plain": {},
-    "momentum": {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
-    "paper": {"batch_norm": "paper", "momentum": 0.9, "dampening": 0.1},
-    "clip, spread": {"max_path_grad_norm": 0.1, "allocation": "spread"},
-}
-
-
-def check_kernels(setting: Setting) -> list[tuple[str, float, float]]:
-    """Worst relative difference between the kernels and the definition after five steps."""
-    found = []
-    for (name, build), dtype, layout in (
-        (item, dtype, layout)
-        for item in CHECKED.items()
-        for dtype in TOLERANCE
-        for layout in (torch.contiguous_format, torch.channels_last)
-    ):
-        for label, options in CHECKED_OPTIONS.items():
-            if dtype == torch.bfloat16 and label != "plain":
-                continue
-            optimizers = []
-            for way in ({"foreach": False}, {"fused": True}):
-                torch.manual_seed(0)
-                model = build().to(setting.device, dtype)
-                if layout is torch.channels_last and any(p.dim() == 4 for p in model.parameters()):
-                    model = model.to(memory_format=layout)
-                optimizers.append(gspace.GSGD(model, 0.05, **way, **options))
-            kernels = type(getattr(fast.bind(optimizers[1]), "way", None)).__name__
-            worst = 0.0 if kernels == "FusedStep" else float("nan")
-            for seed in range(1 if dtype == torch.bfloat16 else 5):
-                for o in optimizers:
-                    generator = torch.Generator().manual_seed(seed)
-                    for p in o.model.parameters():
-                        p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator) * 0.1)
-                    o.step()
-            for p, q in zip(*(o.model.parameters() for o in optimizers), strict=True):
-                a, b = p.detach().double(), q.detach().double()
-                worst = max(worst, float((a - b).norm() / a.norm().clamp(min=1e-30))) if worst == worst else worst
-            shape = "channels last" if layout is torch.channels_last else "contiguous"
-            found.append((f"{name}, {str(dtype).removeprefix('torch.')}, {shape}, {label}", worst, TOLERANCE[dtype]))
-    return found
-
-
-def kernel_times(setting: Setting, name: str) -> list[tuple[str, float]]:
+def kernels(setting: Setting) -> Iterator[list[Time]]:
     """Microseconds per kernel of one GSGD step, by torch's profiler."""
-    model = with_gradients(built(NETWORKS[name], "cuda", channels_last=len(NETWORKS[name].shape) == 3))
-    optimizer = gspace.GSGD(model, torch.tensor(1e-6, device="cuda"), fused=True)
-    for _ in range(3):
-        optimizer.step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(20):
+    for name in ("plain-34", "mlp-100M"):
+        model = with_gradients(built(NETWORKS[name], "cuda", channels_last=name == "plain-34"))
+        optimizer = gspace.GSGD(model, torch.tensor(1e-6, device="cuda"), fused=True)
+        for _ in range(3):
             optimizer.step()
         torch.cuda.synchronize()
-    return [(e.key[:60], e.self_device_time_total / 20) for e in profile.key_averages() if e.self_device_time_total]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(setting.repeats):
+                optimizer.step()
+            torch.cuda.synchronize()
+        found = [(e.key[:60], e.self_device_time_total / setting.repeats) for e in profile.key_averages()]
+        common = {"device": "cuda", "mode": "eager", "precision": "float32", "momentum": 0.0}
+        yield [
+            Time("kernels", name, key, **common, median_us=us, p10_us=us, p90_us=us, n=setting.repeats)
+            for key, us in found
+            if us
+        ]
 
 
 TILES = (
@@ -464,113 +427,78 @@ TILES = (
 )
 
 
-def time_tiles(setting: Setting, name: str) -> list[Time]:
+def tiles(setting: Setting) -> Iterator[list[Time]]:
     """GSGD's step with other tiles, as CUDA graphs."""
     from gspace import launch
 
-    calls: dict[str, Callable[[], object]] = {}
-    for tile in TILES:
-        model = with_gradients(built(NETWORKS[name], "cuda", channels_last=len(NETWORKS[name].shape) == 3))
-        optimizer = gspace.GSGD(model, torch.tensor(1e-6, device="cuda"), fused=True)
-        optimizer._fast = fast._tabulate(optimizer, launch.FusedStep, tile, launch.FOLD)
-        calls["{}x{} loops {} warps {} registers {}".format(*tile)] = captured(optimizer.step, lambda: None)
-    times = interleave(calls, by_device, setting.repeats)
-    common = {"device": "cuda", "mode": "graph", "precision": "float32", "momentum": 0.0}
-    return rows(times, next(iter(calls)), section="tiles", network=name, **common)
-
-
-def gpu_check(setting: Setting, out: "Out") -> bool:
-    """Runs the checks in order of importance until the time is up; whether kernels agree with the definition."""
-    checked = check_kernels(setting)
-    bad = [f"  {name}: {worst:.1e} > {limit:.0e}" for name, worst, limit in checked if not worst <= limit]
-    out.say(f"kernels against the definition: {len(checked) - len(bad)} of {len(checked)} agree", *bad)
-    out.note("kernels", [{"case": name, "worst": worst, "limit": limit} for name, worst, limit in checked])
-
-    bandwidth = copy_bandwidth(setting)
-    out.say(f"copy: {bandwidth / 1e12:.2f} TB/s")
-    out.note("copy_bytes_per_second", bandwidth)
-    sizes = {name: sum(p.numel() for p in NETWORKS[name].build().parameters()) for name in ("mlp-100M", "plain-34")}
-    for name, momentum in (("mlp-100M", 0.0), ("mlp-100M", 0.9), ("plain-34", 0.0), ("plain-34", 0.9)):
-        found = time_step(setting, name, NETWORKS[name], "graph", momentum, [FUSED, OURS], FUSED)
-        traffic = sizes[name] * (28 if momentum else 20)
-        ours = next(row for row in found if row.optimizer == OURS)
-        share = traffic / (ours.median_us * 1e-6) / bandwidth
-        out.add([replace(row, note=f"{share:.0%} of copy") if row is ours else row for row in found])
-    for name in ("mlp-100M", "plain-34"):
-        spent = kernel_times(setting, name)
-        out.say(f"{name}, µs per kernel: " + ", ".join(f"{key} {us:.1f}" for key, us in spent))
-        out.note(f"kernel_us {name}", spent)
-    out.add(time_step(setting, "resnet-50", NETWORKS["resnet-50"], "eager", 0.0, [FOREACH, FUSED, OURS], FOREACH))
-    out.add(time_step(setting, "resnet-50", NETWORKS["resnet-50"], "eager", 0.9, [FOREACH, FUSED, OURS], FOREACH))
-
-    plans = [(n, "graph", p, m) for m in (0.0, 0.9) for n in ("plain-34", "resnet-34") for p in ("bf16", "tf32")]
-    for name, mode, precision, momentum in plans:
-        if setting.left > 15:
-            out.add(time_iteration(setting, name, mode, precision, momentum, [FUSED, OURS], FUSED))
     for name in ("plain-34", "mlp-100M"):
-        if setting.left > 60:
-            out.add(time_tiles(setting, name))
-    for precision in ("bf16", "tf32"):
-        if setting.left > 120:
-            out.add(time_iteration(setting, "plain-34", "compiled graph", precision, 0.0, [FUSED, OURS], FUSED))
-    return not bad
+        calls: dict[str, Callable[[], object]] = {}
+        for tile in TILES:
+            model = with_gradients(built(NETWORKS[name], "cuda", channels_last=name == "plain-34"))
+            optimizer = gspace.GSGD(model, torch.tensor(1e-6, device="cuda"), fused=True)
+            optimizer._fast = fast._tabulate(optimizer, launch.FusedStep, tile, launch.FOLD)
+            calls["{}x{} loops {} warps {} registers {}".format(*tile)] = captured(optimizer.step, lambda: None)
+        times = interleave(calls, by_device, setting.repeats)
+        common = {"device": "cuda", "mode": "graph", "precision": "float32", "momentum": 0.0}
+        yield rows(times, next(iter(calls)), section="tiles", network=name, **common)
 
 
 # The program ----------------------------------------------------------------------------------------------------------
 
 
-class Out:
-    """Prints as it goes, and writes all at the end."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-        self.times: list[Time] = []
-        self.notes: dict[str, Any] = {}
-
-    def say(self, *lines: str) -> None:
-        print(*lines, sep="\n", flush=True)
-
-    def note(self, name: str, value: Any) -> None:
-        self.notes[name] = value
-
-    def add(self, some: list[Time]) -> None:
-        self.times += some
-        for t in some:
-            where = f"{t.section} {t.network} {t.mode} {t.precision}{' momentum' if t.momentum else ''}"
-            spread = f"[{t.p10_us:.1f}, {t.p90_us:.1f}]"
-            self.say(f"{where:52} {t.optimizer:34} {t.median_us:10.1f} µs {spread:22} {t.ratio:.3f} {t.note}")
-        self.write()
-
-    def write(self) -> None:
-        if self.folder is None:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "step.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(Time.__dataclass_fields__))
-            writer.writeheader()
-            writer.writerows(asdict(t) for t in self.times)
-        found = {"environment": environment(), "notes": self.notes, "times": [asdict(t) for t in self.times]}
-        (self.folder / "step.json").write_text(json.dumps(found, indent=1, default=str))
-
-
 def environment() -> dict[str, Any]:
-    try:
-        import triton
-
-        version = triton.__version__
-    except ImportError:
-        version = None
+    triton = metadata.version("triton") if importlib.util.find_spec("triton") else None
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "torch": torch.__version__,
-        "triton": version,
-        "gspace": gspace.__version__,
-        "commit": commit,
-        "python": platform.python_version(),
-        "cpu": platform.processor() or platform.machine(),
+        "machine": torch.cuda.get_device_name() if CUDA else platform.machine(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if CUDA else None,
+        "torch": torch.__version__,
+        "triton": triton,
+        "gspace": gspace.__version__,
+        "commit": commit[:12],
     }
+
+
+def show(times: Sequence[Time]) -> None:
+    for t in times:
+        where = f"{t.section} {t.network} {t.mode} {t.precision}{' momentum' if t.momentum else ''}"
+        spread, ratio = f"[{t.p10_us:.1f}, {t.p90_us:.1f}]", "" if t.ratio is None else f"{t.ratio:.3f}"
+        print(f"{where:56} {t.optimizer:34} {t.median_us:10.1f} µs {spread:22} {ratio} {t.note}", flush=True)
+
+
+def write(times: Sequence[Time], path: Path) -> None:
+    """All times so far, a row each, with what they were measured on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    here = environment()
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=[*Time.__dataclass_fields__, *here])
+        writer.writeheader()
+        writer.writerows({**asdict(t), **here} for t in times)
+
+
+def draw(times: Sequence[Time], path: Path) -> None:
+    """Images per second beside torch's SGD, per network: the paper's Fig. 6."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    bars: dict[tuple[str, ...], dict[str, float]] = {}
+    for t in times:
+        if t.section == "iteration" and t.momentum == 0 and t.ratio and not t.optimizer.endswith("again"):
+            bars.setdefault((t.network, t.mode, t.precision), {})[t.optimizer] = 100 / t.ratio
+    names = [name for name in OPTIMIZERS if any(name in group for group in bars.values())]
+    figure, axes = plt.subplots(figsize=(2 + 1.2 * len(bars), 4.5), layout="constrained")
+    for i, name in enumerate(names):
+        found = [(k, group[name]) for k, group in enumerate(bars.values()) if name in group]
+        at = [k + (i - (len(names) - 1) / 2) * 0.8 / len(names) for k, _ in found]
+        axes.bar(at, [value for _, value in found], 0.8 / len(names), label=name)
+    axes.axhline(93, color="0.4", linestyle="--", linewidth=1, label="G-SGD in the paper: about 93")
+    axes.set_xticks(range(len(bars)), ["\n".join(group) for group in bars], fontsize=8)
+    axes.set_ylabel("iterations per second, % of torch's SGD")
+    axes.legend(fontsize=8, loc="lower left")
+    for suffix in (".svg", ".png"):
+        figure.savefig(path.with_suffix(suffix))
 
 
 SECTIONS: Mapping[str, Callable[[Setting], Iterator[list[Time]]]] = {
@@ -578,32 +506,38 @@ SECTIONS: Mapping[str, Callable[[Setting], Iterator[list[Time]]]] = {
     "step": steps,
     "width": widths,
     "depth": depths,
+    "kernels": kernels,
+    "tiles": tiles,
 }
+MODES = {"cpu": ("eager", "compiled"), "cuda": ("eager", "compiled", "graph", "compiled graph")}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="folder for step.csv and step.json")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the CSV and the figure go")
+    usual = [name for name in SECTIONS if name not in ("kernels", "tiles")]
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=usual, help=f"default: {' '.join(usual)}")
+    parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="default: all")
+    parser.add_argument("--mode", nargs="+", choices=MODES["cuda"], help="default: all that the device has")
     parser.add_argument("--repeats", type=int, default=0, help="turns (default: 100, on a GPU 20)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of the CPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if CUDA else "cpu")
-    parser.add_argument("--seconds", type=float, default=230.0, help="time for --gpu-check")
-    parser.add_argument("--gpu-check", action="store_true", help="what a GPU must show, in a few minutes")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the CPU (default: 1)")
+    parser.add_argument("--device", choices=MODES, default="cuda" if CUDA else "cpu")
     args = parser.parse_args()
+    if args.device == "cuda" and not CUDA:
+        parser.error("no CUDA device is here")
+    if args.device == "cpu" and {"kernels", "tiles"} & set(args.only):
+        parser.error("kernels and tiles are those of a GPU")
     torch.set_num_threads(args.threads)
     repeats = args.repeats or (20 if args.device == "cuda" else 100)
-    setting = Setting(args.device, repeats, time.perf_counter() + args.seconds)
-    out = Out(args.out)
-    if args.gpu_check:
-        if not CUDA:
-            parser.error("--gpu-check needs a CUDA device")
-        agree = gpu_check(setting, out)
-        out.write()
-        return 0 if agree else 1
-    for name in args.only:
-        for some in SECTIONS[name](setting):
-            out.add(some)
+    setting = Setting(args.device, repeats, args.network, args.mode or MODES[args.device])
+    times: list[Time] = []
+    for found in itertools.chain.from_iterable(SECTIONS[name](setting) for name in args.only):
+        show(found)
+        times += found
+        if args.out:
+            write(times, args.out / f"step-{'gpu' if args.device == 'cuda' else 'cpu'}.csv")
+    if args.out and any(t.section == "iteration" for t in times):
+        draw(times, args.out / f"step-{'gpu' if args.device == 'cuda' else 'cpu'}")
     return 0
 
 
