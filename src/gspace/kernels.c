@@ -11,7 +11,7 @@ enum {
 };
 enum { GRAD, BUFFER, FRESH }; /* the header: for each, one number per parameter */
 enum { LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER };
-enum { JOB = 8, ROOT = 7, WIDEST = 4096, LONG = 2048, AHEAD = 32 };
+enum { JOB = 8, ROOT = 7, WIDEST = 8192, LONG = 2048, AHEAD = 32 };
 
 typedef struct {
     const int64_t *params, *jobs, *free, *roots; /* the order of TABLES and SCRATCH in native.py */

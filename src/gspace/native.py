@@ -26,7 +26,7 @@ from gspace.tables import refusal as table_refusal
 
 REAL = {torch.float32: "float", torch.float64: "double"}
 # Rows of the part of a large weight that one core works on at a time, and columns.
-TILE = Tile(rows=128, width=4096, loops=1, warps=1)
+TILE = Tile(rows=256, width=8192, loops=1, warps=1)
 FOLD = 64  # sums that are folded at a time
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared"]
 THREADS = [["-fopenmp"], ["-fopenmp-simd"], []]  # the first that the compiler understands
