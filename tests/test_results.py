@@ -1,0 +1,51 @@
+"""What README and docs say of recorded runs is what `gspace report results/runs` writes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from gspace.lab.archive import read_records
+from gspace.lab.document import markdown
+from gspace.lab.report import assemble
+from gspace.lab.tables import EXPERIMENTS
+
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "docs" / "results" / "report.md"
+BLOCK = re.compile(r"<!-- gspace report results/runs -->\n(.*?)\n<!-- end -->", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def report() -> str:
+    records = read_records([ROOT / "results" / "runs"])
+    return markdown(assemble(records, list(EXPERIMENTS.values()), "gspace report results/runs"), "figures")
+
+
+def foreign_rows(text: str, report: str) -> list[str]:
+    """Rows of tables marked as the report's that the report does not hold."""
+    lines = set(report.splitlines())
+    return [row for block in BLOCK.findall(text) for row in block.splitlines() if row and row not in lines]
+
+
+def test_the_committed_report_is_that_of_the_committed_records(report: str) -> None:
+    assert REPORT.read_text(encoding="utf-8") == report, "gspace report results/runs --out docs/results"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/fidelity.md", "docs/log.md"])
+def test_tables_are_those_of_the_report(name: str, report: str) -> None:
+    assert foreign_rows((ROOT / name).read_text(encoding="utf-8"), report) == []
+
+
+def test_a_changed_number_is_found(report: str) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    row = next(line for line in BLOCK.findall(text)[0].splitlines() if re.search(r"\d\.\d", line))
+    changed = text.replace(row, re.sub(r"(\d\.\d)", "9\\1", row, count=1))
+    assert foreign_rows(changed, report) != []
+
+
+def test_every_figure_of_the_report_is_there(report: str) -> None:
+    figures = re.findall(r"\]\((figures/.*?)\)", report)
+    assert figures
+    assert [name for name in figures if not (REPORT.parent / name).exists()] == []
