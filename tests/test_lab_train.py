@@ -527,6 +527,18 @@ def test_wide_networks_are_not_stacked_on_a_cpu() -> None:
     assert largest_stack(paper.but(hidden=(1024, 1024)), "cuda") >= 5
 
 
+def test_networks_too_wide_to_stack_are_trained_alone_and_to_the_same_bits(tmp_path: Path) -> None:
+    wide = Recipe(hidden=(1600, 1600), iterations=4, eval_every=2, batch_size=8, train_size=80, test_size=40)
+    assert largest_stack(wide, "cpu") == 1
+    recipes = [wide.but(seed=seed) for seed in range(2)]
+    with pytest.raises(Interrupted):
+        train(recipes[1], tmp_path / "a", stop=stop_at(1), engine=Engine(device="cpu"))
+    train_many(recipes, tmp_path / "a", engine=Engine(device="cpu"))
+    for recipe in recipes:
+        train(recipe, tmp_path / "b", engine=Engine(device="cpu"))
+        assert_equal_runs(tmp_path / "a", tmp_path / "b", recipe)
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
 @pytest.mark.parametrize("case", [name for name, recipe in CASES.items() if stackable(recipe)])
 def test_a_stack_gives_the_numbers_of_single_runs(tmp_path: Path, case: str, precision: str, tolerance: float) -> None:

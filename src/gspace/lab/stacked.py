@@ -36,7 +36,7 @@ def stack_key(recipe: Recipe) -> Recipe:
 
 
 # Weights of a stack on a CPU: what its cache holds. Five [49:512:512:10] as one stack (6 MB) were 1.5 (SGD) and 1.2
-# (G-SGD) times faster than alone, five [49:1024:1024:10] (22 MB) 1.1 and 1.2 times slower; docs/stack.md has all widths.
+# (G-SGD) times faster than alone, five [49:1024:1024:10] (22 MB) 1.1 and 1.2 times slower; see docs/stack.md.
 CACHE = 8 << 20
 
 

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -125,27 +125,36 @@ def work_alone(run: Run, session: Session) -> None:
 
 
 def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
-    """Trains what is unfinished of `runs`: interrupted stacks as they were, the rest in new ones."""
+    """Trains what is unfinished of `runs`: interrupted ones as they were begun, the rest in new stacks, or one by one
+    where that is faster."""
     found = {run.folder.name: run for run in runs}
     fresh: list[str] = []
-    stacks: dict[tuple[str, ...], None] = {}
+    stacks: dict[tuple[str, ...], str] = {}
     for name, run in found.items():
         state = run.load() if run.summary is None else None
         if state is not None:
-            stacks[tuple(state["members"])] = None
+            stacks[tuple(state["members"])] = state["kind"]
         elif run.summary is None:
             fresh.append(name)
     size = largest_stack(runs[0].recipe, session.engine.resolve().device)
-    for members in (*stacks, *(tuple(fresh[i : i + size]) for i in range(0, len(fresh), size))):
+    for i in range(0, len(fresh), size):
+        stacks[tuple(fresh[i : i + size])] = Single.kind if size == 1 else Stacked.kind
+    for members, kind in stacks.items():
         for name in members:
             if name not in found:
                 raise RecordError(f"{members[0]} was begun in one stack with {name}: continue both together")
-        _work([found[name] for name in members], Stacked, session)
+        _work([found[name] for name in members], LEARNERS[kind], session)
 
 
 def _single(recipes: Sequence[Recipe], source: Feed, engine: Engine) -> Learner:
     (recipe,) = recipes
     return Single(recipe, source, engine)
+
+
+LEARNERS: Mapping[str, Callable[[Sequence[Recipe], Feed, Engine], Learner]] = {
+    Single.kind: _single,
+    Stacked.kind: Stacked,
+}
 
 
 @functools.lru_cache(maxsize=2)
