@@ -52,12 +52,12 @@ class NativeError(RuntimeError):
 
 def _cache() -> Path:
     """A folder that only this user can write to."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "gspace"
     try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(base) / "gspace"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="gspace-"))
-    except OSError:
+    except (OSError, RuntimeError):  # a RuntimeError says that there is no home
         return Path(tempfile.mkdtemp(prefix="gspace-"))
 
 

@@ -35,7 +35,10 @@ class GSGD(GSpaceOptimizer):
 
     Args:
         model: The model, not its parameters.
-        lr, momentum, dampening, nesterov, weight_decay, maximize, foreach, fused: As in `torch.optim.SGD`.
+        lr, momentum, dampening, nesterov, weight_decay, maximize: As in `torch.optim.SGD`. A step can be captured in a
+            CUDA graph without further ado; with lr in a tensor on the device, replays follow it.
+        foreach, fused: As in `torch.optim.SGD`: None takes the fastest way there is (`fast.py`), `fused=True` insists
+            on kernels, Triton's on a GPU and compiled C on a CPU, `foreach=False` takes one weight after the other.
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         reference: "one" (the paper's v) or "balanced"; chosen from the weights if None.
         batch_norm: Rule for rows before a BatchNorm, "released" (the authors' code) or "paper".
