@@ -184,7 +184,9 @@ def test_a_report_says_what_it_stands_on(runs: Path, tmp_path: Path) -> None:
     ):
         assert said in text, said
     row = next(line for line in text.splitlines() if line.startswith("| h = 8, digits"))
-    assert re.fullmatch(r"\| h = 8, digits in place of Fashion-MNIST( \| \d+\.\d\d ± \d+\.\d\d \(3\)){2} \|", row)
+    first, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+    assert first == "h = 8, digits in place of Fashion-MNIST"
+    assert [re.sub(r"\d+\.\d\d", "x", cell) for cell in cells] == ["x ± x (3)", "–", "x ± x (3)"]
     other = next(line for line in text.splitlines() if line.startswith("| h = 32, digits"))
     assert other.endswith("| – | – |")
 
