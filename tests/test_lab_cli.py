@@ -491,3 +491,38 @@ def test_benchmarks_are_listed_and_run_with_their_options(
     monkeypatch.setattr(bench, "FOLDER", tmp_path / "absent")
     assert main("bench") == 2
     assert "they come with the source" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seeds", ["4-0", "0-99999999999", "0-1-2", "", "x"])
+def test_seeds_that_are_none(seeds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "--epochs", "1", "--out", str(tmp_path), "--seeds", seeds])
+    assert caught.value.code == 2
+    assert "seeds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [["--stack", "-3"], ["--stack", "0"], ["--threads", "0"], ["--lr", "inf"], ["--epochs", "0"]]
+)
+def test_numbers_that_make_no_sense(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "runs"
+    try:
+        code = cli.main(["train", "--epochs", "1", "--out", str(out), *options])
+    except SystemExit as exit:
+        code = exit.code
+    errors = capsys.readouterr().err
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert options[0].strip("-") in errors
+    assert not out.exists()
+
+
+def test_an_interrupted_command_ends_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str | None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "build_parser", interrupted)
+    assert cli.main(["tour"]) == 130
+    assert capsys.readouterr().err == "gspace: stopped by SIGINT\n"

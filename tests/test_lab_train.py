@@ -656,3 +656,24 @@ def test_a_stack_on_a_gpu_gives_the_numbers_of_the_cpu(tmp_path: Path, case: str
     gpu = train_many(recipes, tmp_path / "gpu", engine=Engine(device="cuda"))
     for a, b in zip(cpu, gpu, strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-3)  # 44 steps from other roundings
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("summary.json", "{}"),
+        ("summary.json", '{"status": 5}'),
+        ("metrics.jsonl", "[1]\n"),
+        ("metrics.jsonl", '{"a": 1}\n'),
+        ("environment.json", '{"a": 1}'),
+    ],
+)
+def test_a_record_of_another_shape_is_named(tmp_path: Path, name: str, content: str) -> None:
+    recipe = CASES["sgd"]
+    with pytest.raises(Interrupted):
+        train(recipe, tmp_path, stop=stop_at(6))
+    path = tmp_path / recipe.folder / name
+    path.write_text(content)
+    for use in (lambda: train(recipe, tmp_path), lambda: read_run(path.parent)):
+        with pytest.raises(RecordError, match=name):
+            use()

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 the work was done and failed (a verification, say); 2 the 
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser(argv[0] if argv else None).parse_args(argv)
         return int(args.run(args))
+    except KeyboardInterrupt:
+        print("gspace: stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Exception as error:  # the last resort: a line instead of a traceback
         if "--debug" in argv:
             raise

@@ -20,6 +20,8 @@ from gspace.lab.errors import RecipeError, RecordError
 from gspace.lab.recipe import DEFAULTS, Recipe
 from gspace.lab.train import Session, stop_requests
 
+MOST_SEEDS = 10_000
+
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """How to compute."""
@@ -30,8 +32,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--minutes", type=_positive, help="stop after this time, with a checkpoint; run again to continue"
     )
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
-    group.add_argument("--stack", type=int, default=16, help="most MLPs to train at once (default: 16)")
+    group.add_argument("--threads", type=_count, metavar="N", help="CPU threads (default: torch's own choice)")
+    group.add_argument("--stack", type=_count, default=16, help="most MLPs to train at once (default: 16)")
     group.add_argument(
         "--checkpoint-seconds", metavar="S", type=_positive, default=60.0, help="between checkpoints (default: 60)"
     )
@@ -74,7 +76,7 @@ def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
     """Makes ready: one error for a device, a data set or a folder that is not there, not one for each run."""
     engine(args).resolve()
     if args.threads is not None:
-        torch.set_num_threads(max(1, args.threads))
+        torch.set_num_threads(args.threads)
     if not args.download:
         for name in dict.fromkeys(recipe.data for recipe in recipes):
             load(name, args.data_dir)
@@ -160,9 +162,21 @@ def numbers(text: str) -> list[int]:
     """Seeds: `0,1,2` or `0-2`."""
     try:
         parts = [[int(end) for end in part.split("-")] for part in text.split(",")]
-        return [seed for ends in parts for seed in range(ends[0], ends[-1] + 1)]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of seeds: write 0,1,2 or 0-2") from error
+    except ValueError:
+        parts = []
+    ranges = [range(ends[0], ends[-1] + 1) for ends in parts if len(ends) <= 2]
+    if not ranges or len(ranges) != len(parts) or not all(ranges):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of seeds: write 0,1,2 or 0-2")
+    if sum(map(len, ranges)) > MOST_SEEDS:
+        raise argparse.ArgumentTypeError(f"{text!r} are more than {MOST_SEEDS:,} seeds")
+    return [seed for some in ranges for seed in some]
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return value
 
 
 def _positive(text: str) -> float:

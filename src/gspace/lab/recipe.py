@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from types import NoneType, UnionType
@@ -19,7 +20,7 @@ PRECISIONS = ("float64", "float32", "tf32", "bf16")
 
 
 def _field(
-    default: Any, help: str, choices: Collection[str] = (), low: float = -math.inf, high: float = math.inf
+    default: Any, help: str, choices: Collection[str] = (), low: float = -math.inf, high: float = sys.float_info.max
 ) -> Any:
     return field(default=default, metadata={"help": help, "choices": tuple(choices), "low": low, "high": high})
 
@@ -55,8 +56,12 @@ class Recipe:
     reference: str | None = _field(
         None, "unit of path values; chosen by the optimizer if left out", ("one", "balanced")
     )
-    max_ratio: float | None = _field(None, "bound on path ratios per step; the optimizer's own if left out", low=1)
-    max_drift: float | None = _field(None, "bound on path ratios in all; the optimizer's own if left out", low=1)
+    max_ratio: float | None = _field(
+        None, "bound on path ratios per step; the optimizer's own if left out", low=1, high=math.inf
+    )
+    max_drift: float | None = _field(
+        None, "bound on path ratios in all; the optimizer's own if left out", low=1, high=math.inf
+    )
     inputs: str = _field("standard", "what the network sees of the pixels", INPUTS)
     augment: str = _field("none", "random change of the training images", AUGMENTS)
     train_size: int | None = _field(None, "use only the first training images", low=1)
@@ -71,6 +76,8 @@ class Recipe:
             object.__setattr__(self, name, _checked(name, kind, getattr(self, name)))
         if (self.iterations is None) == (self.epochs is None):
             raise RecipeError("a recipe needs either iterations or epochs")
+        if self.epochs == 0:
+            raise RecipeError("epochs must be more than 0")
         if self.nesterov and self.momentum == 0:
             raise RecipeError("nesterov needs a momentum above 0")
         if list(self.milestones) != sorted(self.milestones):
@@ -140,7 +147,7 @@ def _checked(name: str, kind: Any, value: Any) -> Any:
         bounds = (
             f"at least {metadata['low']}"
             if value < metadata["low"] or value != value
-            else f"at most {metadata['high']}"
+            else f"at most {metadata['high']:g}"
         )
         raise RecipeError(f"{name} must be {bounds}, not {value}")
     return value

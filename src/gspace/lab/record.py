@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Run:
     @property
     def summary(self) -> Line | None:
         """The result, if the run is finished."""
-        return _read_json(self.folder / SUMMARY)
+        return _read_json(self.folder / SUMMARY, {"status": str})
 
     @property
     def metrics(self) -> list[Line]:
@@ -63,7 +64,7 @@ class Run:
     def begin(self, environment: Mapping[str, Any]) -> None:
         """Adds a session to `environment.json`."""
         path = self.folder / ENVIRONMENT
-        sessions = (_read_json(path) or {"sessions": []})["sessions"]
+        sessions = (_read_json(path, {"sessions": list}) or {"sessions": []})["sessions"]
         write_json(path, {"sessions": [*sessions, dict(environment)]})
 
     def rewind(self, iteration: int) -> None:
@@ -141,13 +142,13 @@ def read_run(folder: Path) -> Record:
     path = folder / RECIPE
     if not path.is_file():
         raise RecordError(f"{folder} is no run folder: it has no {RECIPE}")
-    environment = _read_json(folder / ENVIRONMENT) or {"sessions": []}
+    environment = _read_json(folder / ENVIRONMENT, {"sessions": list}) or {"sessions": []}
     return Record(
         folder=folder,
         recipe=_recipe(path),
         sessions=tuple(environment["sessions"]),
         metrics=tuple(_read_lines(folder / METRICS)),
-        summary=_read_json(folder / SUMMARY),
+        summary=_read_json(folder / SUMMARY, {"status": str}),
     )
 
 
@@ -228,7 +229,8 @@ def _line(values: Mapping[str, Any]) -> str:
     return json.dumps(values, allow_nan=False) + "\n"
 
 
-def _read_json(path: Path) -> Line | None:
+def _read_json(path: Path, needs: Mapping[str, type] = MappingProxyType({})) -> Line | None:
+    """The object in a file, which has these fields; None if there is no file."""
     if not path.exists():
         return None
     try:
@@ -237,6 +239,9 @@ def _read_json(path: Path) -> Line | None:
         raise RecordError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise RecordError(f"{path} cannot be read: it holds no JSON object")
+    for name, kind in needs.items():
+        if not isinstance(value.get(name), kind):
+            raise RecordError(f"{path} cannot be read: it holds no {name!r}")
     return value
 
 
@@ -246,9 +251,12 @@ def _read_lines(path: Path) -> list[Line]:
         return []
     lines: Sequence[bytes] = path.read_bytes().split(b"\n")[:-1]
     try:
-        return [json.loads(line) for line in lines]
+        found = [json.loads(line) for line in lines]
     except ValueError as error:
         raise RecordError(f"{path} cannot be read: {error}") from error
+    if not all(isinstance(line, dict) and "iteration" in line for line in found):
+        raise RecordError(f"{path} cannot be read: a line of it is no point of a curve")
+    return found
 
 
 def _recipe(path: Path) -> Recipe:

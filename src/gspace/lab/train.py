@@ -262,7 +262,8 @@ class Loop:
             if signum and self.iteration < self.total:
                 self._save()
                 name = signal.Signals(signum).name
-                raise Interrupted(f"stopped by {name} at iteration {self.iteration} of {self.total}", signum)
+                where = f"at iteration {self.iteration} of {self.total}"
+                raise Interrupted(f"stopped by {name} {where}; run again to continue", signum)
             if time.perf_counter() - saved > self.engine.checkpoint_seconds:
                 self._save()
                 saved = time.perf_counter()
