@@ -35,8 +35,8 @@ def stack_key(recipe: Recipe) -> Recipe:
     return recipe.but(seed=0) if recipe.weight_decay else recipe.but(seed=0, lr=1.0)
 
 
-# Weights of a stack on a CPU: what its cache holds. Five [49:512:512:10] as one stack (6 MB) were 1.5 (SGD) and 1.2
-# (G-SGD) times faster than alone, five [49:1024:1024:10] (22 MB) 1.1 and 1.2 times slower; see docs/stack.md.
+# Weights of a stack on a CPU: what its cache holds. Five [49:512:512:10] (6 MB) still gain (docs/stack.md); five
+# [49:1024:1024:10] (22 MB) are trained one by one.
 CACHE = 8 << 20
 
 
