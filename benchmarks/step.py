@@ -11,7 +11,7 @@
 
 Every time is the median over interleaved repeats, with the 10th and 90th percentile; a ratio is that of two medians
 taken in the same turns, and "again" is the baseline a second time: how far its ratio is from 1 is noise. FOLDER gets
-`step-cpu.csv` or `step-gpu.csv` and a figure like the paper's Fig. 6.
+`step-cpu.csv` or `step-gpu.csv`, where rows that other commands measured are kept, and a figure like Fig. 6.
 """
 
 import argparse
@@ -229,14 +229,15 @@ def arithmetic(precision: str) -> Iterator[None]:
 def built(network: Network, device: str, *, channels_last: bool = False) -> nn.Module:
     """The network on the skeleton, the paper's start, always the same weights."""
     torch.manual_seed(0)
-    model = gspace.init_skeleton_(network.build()).to(device)
+    with torch.device(device):
+        model = gspace.init_skeleton_(network.build())
     return model.to(memory_format=torch.channels_last) if channels_last else model
 
 
 def with_gradients(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(1)
     for p in model.parameters():
-        p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator) * 1e-3)
+        p.grad = torch.randn_like(p) * 1e-3
     return model
 
 
@@ -285,6 +286,7 @@ class Setting:
     repeats: int
     networks: Sequence[str] = tuple(NETWORKS)
     modes: Sequence[str] = ("eager",)
+    optimizers: Sequence[str] = tuple(OPTIMIZERS)
 
 
 def time_iteration(
@@ -354,15 +356,17 @@ def iterations(setting: Setting) -> Iterator[list[Time]]:
         if NETWORKS[name].gpu_only and not on_gpu:
             continue
         others = ["InGSpace(SGD)"] + (["PathSGD"] if name not in ("resnet-50", "mlp-100M") else [])
+        others = [other for other in others if other in setting.optimizers]
         for precision, momentum in itertools.product(("bf16", "tf32") if on_gpu else ("float32",), (0.0, 0.9)):
             fair = [FUSED, FOREACH] if "graph" not in mode else [FUSED]  # torch's foreach needs a rate on the host
             common = (setting, name, mode, precision, momentum)
             yield time_iteration(*common, [*fair, OURS], fair[-1])
-            yield time_iteration(*common, [fair[-1], *others], fair[-1])
+            if others:
+                yield time_iteration(*common, [fair[-1], *others], fair[-1])
 
 
 def steps(setting: Setting) -> Iterator[list[Time]]:
-    ours = [FOREACH, FUSED, OURS, "GSGD foreach", "GSGD definition"]
+    ours = [name for name in (FOREACH, FUSED, OURS, "GSGD foreach", "GSGD definition") if name in setting.optimizers]
     copy = time_copy(setting) if setting.device == "cuda" else None
     if copy:
         yield [copy]
@@ -418,12 +422,11 @@ TILES = (
     Tile(),
     Tile(loops=2),
     Tile(loops=8),
-    Tile(rows=16, warps=8),
-    Tile(rows=8, width=512, warps=8),
-    Tile(rows=4, width=512, warps=4, loops=8),
-    Tile(registers=96),
-    Tile(registers=168),
-    Tile(rows=4, loops=8, warps=2),
+    Tile(registers=128),
+    Tile(rows=8, loops=16, registers=80),
+    Tile(rows=32, warps=8),
+    Tile(rows=8, width=256, loops=8, registers=128),
+    Tile(rows=4, width=256, loops=16, warps=2, registers=128),
 )
 
 
@@ -466,17 +469,32 @@ def show(times: Sequence[Time]) -> None:
         print(f"{where:56} {t.optimizer:34} {t.median_us:10.1f} µs {spread:22} {ratio} {t.note}", flush=True)
 
 
-def write(times: Sequence[Time], path: Path) -> None:
-    """All times so far, a row each, with what they were measured on."""
+def write(times: Sequence[Time], earlier: Sequence[Mapping[str, str]], path: Path) -> None:
+    """A row for each time, with what it was measured on; what other commands measured before is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     here = environment()
+    new = [{key: str(value) for key, value in {**asdict(t), **here}.items()} for t in times]
+
+    def what(row: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(
+            row[key] for key in ("section", "network", "mode", "precision", "momentum", "optimizer", "baseline")
+        )
+
+    measured = set(map(what, new))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=[*Time.__dataclass_fields__, *here])
         writer.writeheader()
-        writer.writerows({**asdict(t), **here} for t in times)
+        writer.writerows([row for row in earlier if what(row) not in measured] + new)
 
 
-def draw(times: Sequence[Time], path: Path) -> None:
+def read(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def draw(path: Path) -> None:
     """Images per second beside torch's SGD, per network: the paper's Fig. 6."""
     import matplotlib as mpl
 
@@ -484,9 +502,12 @@ def draw(times: Sequence[Time], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     bars: dict[tuple[str, ...], dict[str, float]] = {}
-    for t in times:
-        if t.section == "iteration" and t.momentum == 0 and t.ratio and not t.optimizer.endswith("again"):
-            bars.setdefault((t.network, t.mode, t.precision), {})[t.optimizer] = 100 / t.ratio
+    for t in read(path):
+        if t["section"] == "iteration" and float(t["momentum"]) == 0 and not t["optimizer"].endswith("again"):
+            group = bars.setdefault((t["network"], t["mode"], t["precision"]), {})
+            group[t["optimizer"]] = 100 / float(t["ratio"])
+    if not bars:
+        return
     names = [name for name in OPTIMIZERS if any(name in group for group in bars.values())]
     figure, axes = plt.subplots(figsize=(2 + 1.2 * len(bars), 4.5), layout="constrained")
     for i, name in enumerate(names):
@@ -519,6 +540,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=usual, help=f"default: {' '.join(usual)}")
     parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="default: all")
     parser.add_argument("--mode", nargs="+", choices=MODES["cuda"], help="default: all that the device has")
+    parser.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS), help="default: all")
     parser.add_argument("--repeats", type=int, default=0, help="turns (default: 100, on a GPU 20)")
     parser.add_argument("--threads", type=int, default=1, help="threads of the CPU (default: 1)")
     parser.add_argument("--device", choices=MODES, default="cuda" if CUDA else "cpu")
@@ -529,15 +551,17 @@ def main() -> int:
         parser.error("kernels and tiles are those of a GPU")
     torch.set_num_threads(args.threads)
     repeats = args.repeats or (20 if args.device == "cuda" else 100)
-    setting = Setting(args.device, repeats, args.network, args.mode or MODES[args.device])
+    setting = Setting(args.device, repeats, args.network, args.mode or MODES[args.device], args.optimizer)
     times: list[Time] = []
+    path = args.out / f"step-{'gpu' if args.device == 'cuda' else 'cpu'}.csv" if args.out else None
+    earlier = read(path) if path else []
     for found in itertools.chain.from_iterable(SECTIONS[name](setting) for name in args.only):
         show(found)
         times += found
-        if args.out:
-            write(times, args.out / f"step-{'gpu' if args.device == 'cuda' else 'cpu'}.csv")
-    if args.out and any(t.section == "iteration" for t in times):
-        draw(times, args.out / f"step-{'gpu' if args.device == 'cuda' else 'cpu'}")
+        if path:
+            write(times, earlier, path)
+    if path:
+        draw(path)
     return 0
 
 

@@ -14,7 +14,7 @@ Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,8 @@ from gspace.trace import Inputs
 
 Reference = Literal["one", "balanced"]
 Allocation = Literal["fixed", "spread"]
+
+_VERSION = attrgetter("_version")
 
 
 def on_skeleton(model: nn.Module, analysis: Analysis) -> bool:
@@ -155,8 +157,9 @@ class GSpaceOptimizer(Optimizer):
 
     # Keeping up with the model ----------------------------------------------------------------------------------------
 
-    def _now(self) -> list[tuple[Any, ...]]:
-        return [(w._version, w.data_ptr(), w.device, w.dtype) for w in self._weights]
+    def _now(self) -> tuple[list[int], list[int]]:
+        """What tells that others changed a weight: in place, or by moving it, also to another device or dtype."""
+        return list(map(_VERSION, self._weights)), list(map(Tensor.data_ptr, self._weights))
 
     def _mark(self) -> None:
         """The weights are those the coordinates belong to. Rounded to 16 bits they may not be: measure them again."""

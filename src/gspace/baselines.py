@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.optim.sgd import sgd
 
 from gspace.base import on_skeleton
 from gspace.graph import Analysis, Residual, analyze
+from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
 from gspace.pathsum import PathGraph, as_input_of, path_graph
 from gspace.skeleton import build_skeleton
@@ -172,13 +172,7 @@ class PathSGD(Optimizer):
         if not active:
             return
         directions = [self._direction(p, p.grad) for p in active]
-        momentum = group["momentum"] != 0
-        buffers: list[Tensor | None] = [self.state[p].get("momentum_buffer") for p in active] if momentum else []
-        rest = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach", "fused")
-        sparse = any(d.is_sparse for d in directions)
-        sgd(active, directions, buffers, has_sparse_grad=sparse, **{key: group[key] for key in rest})
-        for p, buffer in zip(active, buffers, strict=False):
-            self.state[p]["momentum_buffer"] = buffer
+        plain_sgd(group, self.state, active, directions)
 
 
 class FrozenSkeletonSGD(torch.optim.SGD):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gspace.optim import GSGD
 
 
-_IS_SPARSE, _DTYPE = attrgetter("is_sparse"), attrgetter("dtype")
+_GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
 
 
 class Way(Protocol):
@@ -205,14 +205,14 @@ class Bound:
 
     def _grads(self) -> list[Tensor | None] | None:
         """Gradients that lie in memory like their parameters; None if the definition must see to them."""
-        grads = [p.grad for p in self.parameters]
-        there = [g for g in grads if g is not None]
-        if all(g is None for g in grads[: self.units]):
+        grads = list(map(_GRAD, self.parameters))
+        try:  # the usual case
+            if list(map(Tensor.stride, grads)) == self.strides and set(map(_DTYPE, grads)) == self.dtypes:
+                return grads
+        except (TypeError, RuntimeError):  # one is missing, or sparse
+            pass
+        if all(g is None for g in grads[: self.units]) or any(g.is_sparse for g in grads if g is not None):
             return None
-        if any(map(_IS_SPARSE, there)):
-            return None
-        if list(map(Tensor.stride, there)) == self.strides and set(map(_DTYPE, there)) == self.dtypes:
-            return grads
         return [None if g is None else _like(p, g) for p, g in zip(self.parameters, grads, strict=True)]
 
     def _buffers(self, optimizer: "GSGD", grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[bool]]:

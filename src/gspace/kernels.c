@@ -11,13 +11,13 @@ enum {
 };
 enum { GRAD, BUFFER, FRESH }; /* the header: for each, one number per parameter */
 enum { LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER };
-enum { JOB = 8, ROOT = 7, WIDEST = 8192, LONG = 2048, AHEAD = 32 };
+enum { FOLD = 11, ROOT = 7, WIDEST = 8192, LONG = 2048, AHEAD = 32 };
 
 typedef struct {
-    const int64_t *params, *jobs, *free, *roots; /* the order of TABLES and SCRATCH in native.py */
-    const int32_t *chunks, *blocks, *units, *lists, *root;
+    const int64_t *params, *folds, *free, *roots; /* the order of TABLES and SCRATCH in native.py */
+    const int32_t *chunks, *units, *lists, *root;
     REAL *partial, *norms, *sums, *factors, *root_grad, *ratio, *raw, *squares;
-    int64_t n_chunks, n_blocks, norm_blocks, n_roots, n_units, items, slots;
+    int64_t n_chunks, n_folds, norm_folds, n_roots, n_units, slots;
     int64_t paper, normalized, spread, threads;
     double max_ratio, max_drift, max_norm; /* 0: none */
 } Plan;
@@ -164,30 +164,27 @@ static void fetch(const REAL *w, const REAL *g, int64_t at)
 
 static void fold(const Plan *p, const int64_t *header, const double *hyper, int64_t i)
 {
-    const int32_t *block = p->blocks + 2 * i;
-    const int64_t *job = p->jobs + block[0] * JOB, *r = p->params + job[0] * FIELDS;
-    const int64_t count = job[2], taps = job[3], stride = job[4], target = job[6], edges = job[7];
-    int64_t end = block[1] + p->items < job[5] ? block[1] + p->items : job[5];
-    const REAL *w = (const REAL *)r[WEIGHT], *g = (const REAL *)header[r[SLOT]];
-    const REAL sign = (REAL)hyper[r[GROUP] * HYPER + SIGN];
-    REAL *restrict total = (edges < 0 ? p->norms : p->sums) + target;
-    for (int64_t item = block[1]; item < end && edges >= 0; item++) fetch(w, g, p->free[(edges + item) * 2]);
-    for (int64_t item = block[1]; item < end; item++) total[item] = 0;
+    const int64_t *f = p->folds + i * FOLD, count = f[1], taps = f[2], stride = f[3], first = f[4], end = f[5], edges = f[7];
+    const REAL *w = (const REAL *)f[8], *g = (const REAL *)header[f[9]];
+    const REAL sign = (REAL)hyper[f[10] * HYPER + SIGN];
+    REAL *restrict total = (edges < 0 ? p->norms : p->sums) + f[6];
+    for (int64_t item = first; item < end && edges >= 0; item++) fetch(w, g, p->free[(edges + item) * 2]);
+    for (int64_t item = first; item < end; item++) total[item] = 0;
     for (int64_t q = 0; q < count; q += taps) {
-        const REAL *restrict part = p->partial + job[1] + q / taps * stride;
+        const REAL *restrict part = p->partial + f[0] + q / taps * stride;
         if (taps == 1)
-            for (int64_t item = block[1]; item < end; item++) total[item] += part[item];
+            for (int64_t item = first; item < end; item++) total[item] += part[item];
         else
-            for (int64_t item = block[1]; item < end; item++)
+            for (int64_t item = first; item < end; item++)
                 for (int64_t t = 0; t < taps; t++) total[item] += part[item * taps + t];
     }
-    for (int64_t item = block[1]; item < end; item++) {
+    for (int64_t item = first; item < end; item++) {
         if (edges < 0) {
             total[item] = (REAL)sqrt((double)total[item]);
         } else {
-            const int64_t *f = p->free + (edges + item) * 2;
-            const REAL s = f[0] >= 0 && g ? w[f[0]] * g[f[0]] : 0;
-            total[item] = sign * (total[item] - (p->paper ? s * p->norms[f[1]] : s));
+            const int64_t *edge = p->free + (edges + item) * 2;
+            const REAL s = edge[0] >= 0 && g ? w[edge[0]] * g[edge[0]] : 0;
+            total[item] = sign * (total[item] - (p->paper ? s * p->norms[edge[1]] : s));
         }
     }
 }
@@ -380,12 +377,12 @@ int step(const Plan *p, const int64_t *header, const double *hyper, REAL *in, RE
     REAL shrink = 1;
     if (p->paper) {
         flows(p, header, 0, 1);
-        folds(p, header, hyper, 0, p->norm_blocks);
+        folds(p, header, hyper, 0, p->norm_folds);
         if (!flows(p, header, 1, 0)) return 0;
-        folds(p, header, hyper, p->norm_blocks, p->n_blocks);
+        folds(p, header, hyper, p->norm_folds, p->n_folds);
     } else {
         if (!flows(p, header, 1, 1)) return 0;
-        folds(p, header, hyper, 0, p->n_blocks);
+        folds(p, header, hyper, 0, p->n_folds);
     }
     gather(p, header, hyper, in, out);
     if (p->max_norm > 0) {

@@ -18,7 +18,7 @@ order in which programs run; nothing is read back by the host. A gradient that i
 import triton
 import triton.language as tl
 
-from gspace.tables import ODD, RECORD
+from gspace.tables import FEW, MORE, RECORD
 
 # Fields of a parameter's record.
 (
@@ -28,8 +28,8 @@ from gspace.tables import ODD, RECORD
 FIELDS = tl.constexpr(len(RECORD))
 # Hyper-parameters of a group, float64.
 LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER = (tl.constexpr(i) for i in range(7))
-JOB, ROOT = tl.constexpr(8), tl.constexpr(7)
-THIN = tl.constexpr(ODD)
+FOLD, ROOT = tl.constexpr(11), tl.constexpr(7)
+SHALLOW, WIDER = tl.constexpr(FEW), tl.constexpr(MORE)
 PENDING, SKIP, SKIPPED = (tl.constexpr(i) for i in range(3))
 
 
@@ -170,48 +170,71 @@ def flow_pass(
     else:
         _flow(
             record, grad, index, norms, partial, flags, group, row0, column0,
-            False, SUMS, NORMS, DTYPE, ACC, ROWS // THIN, WIDTH,
+            False, SUMS, NORMS, DTYPE, ACC, ROWS, WIDTH,
         )  # fmt: skip
 
 
 @triton.jit
-def fold_pass(
-    blocks, jobs, records, grads, hyper, partial, norms, free, sums, flags,
-    LAST: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
-    DEPTH: tl.constexpr, ITEMS: tl.constexpr,
+def _fold(
+    fold, grads, hyper, partial, norms, free, sums,
+    WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, DEPTH: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the partial sums of each item; from the sum over a unit's out-edges its free edge is taken away."""
-    block = blocks + tl.program_id(0) * 2
-    job = jobs + tl.load(block) * JOB
-    item = tl.load(block + 1) + tl.arange(0, ITEMS)
-    record = records + tl.load(job) * FIELDS
-    source, count, taps = tl.load(job + 1), _field(job, 2), _field(job, 3)
-    stride, items, target, edges = _field(job, 4), _field(job, 5), tl.load(job + 6), tl.load(job + 7)
+    source, count, taps, stride = tl.load(fold), _field(fold, 1), _field(fold, 2), _field(fold, 3)
+    item, end = _field(fold, 4) + tl.arange(0, ITEMS), _field(fold, 5)
+    target, edges = tl.load(fold + 6), tl.load(fold + 7)
+    # Nothing of this depends on the sums: asked for first, it comes while they are read.
+    exists = item < tl.where(edges < 0, 0, end)
+    offset = tl.load(free + (edges + item) * 2, mask=exists, other=-1)
+    g_address = tl.load(grads + tl.load(fold + 9))
+    g_least = tl.where(g_address != 0, 0, 2**62)
+    w = tl.load(tl.load(fold + 8).to(tl.pointer_type(DTYPE)) + offset, mask=offset >= 0, other=0.0).to(ACC)
+    g = tl.load(g_address.to(tl.pointer_type(DTYPE)) + offset, mask=offset >= g_least, other=0.0).to(ACC)
+    sign = tl.load(hyper + tl.load(fold + 10) * HYPER + SIGN).to(ACC)
     total = tl.zeros([DEPTH, ITEMS], ACC)
     for q in range(0, count, DEPTH):
         at = q + tl.arange(0, DEPTH)
         where = ((at // taps) * stride + at % taps)[:, None] + (item * taps)[None, :]
-        total += tl.load(partial + source + where, mask=(at < count)[:, None] & (item < items)[None, :], other=0.0)
+        total += tl.load(partial + source + where, mask=(at < count)[:, None] & (item < end)[None, :], other=0.0)
     result = tl.sum(total, 0)
-    exists = item < items
     if edges < 0:
-        tl.store(norms + target + item, tl.sqrt(result), mask=exists)
+        tl.store(norms + target + item, tl.sqrt(result), mask=item < end)
     else:
-        offset = tl.load(free + (edges + item) * 2, mask=exists, other=-1)
-        g_address = tl.load(grads + tl.load(record + SLOT))
-        g_least = tl.where(g_address != 0, 0, 2**62)
-        w = tl.load(tl.load(record + WEIGHT).to(tl.pointer_type(DTYPE)) + offset, mask=offset >= 0, other=0.0).to(ACC)
-        g = tl.load(g_address.to(tl.pointer_type(DTYPE)) + offset, mask=offset >= g_least, other=0.0).to(ACC)
         s = w * g
         if WEIGHTED:
             s *= tl.load(norms + tl.load(free + (edges + item) * 2 + 1, mask=exists, other=0))
-        sign = tl.load(hyper + tl.load(record + GROUP) * HYPER + SIGN).to(ACC)
         tl.store(sums + target + item, sign * (result - s), mask=exists)
+
+
+@triton.jit
+def fold_pass(
+    folds, grads, hyper, rates, partial, norms, free, sums, flags, groups,
+    LAST: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
+    DEPTH: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Adds the partial sums of each item; from the sum over a unit's out-edges its free edge is taken away.
+
+    The first program also fetches learning rates and decays that lie on the device, for the passes behind it.
+    """
+    fold = folds + tl.program_id(0) * FOLD
+    if tl.load(fold + 1) <= SHALLOW:
+        _fold(fold, grads, hyper, partial, norms, free, sums, WEIGHTED, DTYPE, ACC, SHALLOW, ITEMS * WIDER)
+    else:
+        _fold(fold, grads, hyper, partial, norms, free, sums, WEIGHTED, DTYPE, ACC, DEPTH, ITEMS)
     if LAST and tl.program_id(0) == 0:
         found = tl.load(flags + PENDING)
         tl.store(flags + SKIP, found)
         tl.store(flags + SKIPPED, tl.load(flags + SKIPPED) + found)
         tl.store(flags + PENDING, 0)
+        for group in range(groups):
+            _fetch(rates + 2 * group, hyper + group * HYPER + LR)
+            _fetch(rates + 2 * group + 1, hyper + group * HYPER + DECAY)
+
+
+@triton.jit
+def _fetch(address, target):
+    where = tl.load(address)
+    if where != 0:
+        tl.store(target, tl.load(where.to(tl.pointer_type(tl.float32))).to(tl.float64))
 
 
 @triton.jit
@@ -409,7 +432,7 @@ def update_pass(
             total = _update(
                 record, grads + slot, buffers + slot, fresh + slot, values,
                 index, factors, norms, shrink, group, row0, column0, units,
-                False, APPLY, CLIP, NORMS, TAPS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS // THIN, WIDTH,
+                False, APPLY, CLIP, NORMS, TAPS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS, WIDTH,
             )  # fmt: skip
         if not APPLY:
             tl.store(squares + program, total)

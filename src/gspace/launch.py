@@ -48,6 +48,9 @@ class FusedStep:
         self.flags = torch.zeros(3, dtype=torch.int32, device=weight.device)
         self.header = Header(network.parameters, weight.device)
         self.compiled: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
+        self.last: tuple[Sent, list[int]] | None = None  # what the calls below were made for
+        self.calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.complete = False  # whether these calls are the whole step
         types = {"DTYPE": weight.dtype, "ACC": network.dtype}
         self.kinds = {name: getattr(triton.language, DTYPES[dtype]) for name, dtype in types.items()}
 
@@ -69,7 +72,14 @@ class FusedStep:
         """
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             sent = self.header.upload(groups, grads, buffers, fresh, root_fresh)
-            self._passes(groups, sent, incoming, outgoing, root_buffer)
+            places = addresses((incoming, outgoing, root_buffer))
+            if self.last is not None and self.last[0] is sent and self.last[1] == places:
+                for call, arguments in self.calls:
+                    call(*arguments)
+            else:
+                self.last, self.calls, self.complete = None, [], True
+                self._passes(groups, sent, incoming, outgoing, root_buffer)
+                self.last = (sent, places) if self.complete else None
         torch.autograd.graph.increment_version(self.network.parameters)
         return True
 
@@ -77,7 +87,7 @@ class FusedStep:
         self, groups: Groups, sent: "Sent", incoming: Tensor, outgoing: Tensor, root_buffer: Tensor | None
     ) -> None:
         net = self.network
-        params, chunks, jobs, blocks, units, free, roots, lists = net.tables
+        params, chunks, folds, units, free, roots, lists = net.tables
         has_momentum = root_buffer is not None
         has_decay = any(isinstance(g["weight_decay"], Tensor) or g["weight_decay"] != 0 for g in groups)
         tile = net.tile
@@ -91,7 +101,8 @@ class FusedStep:
 
         def fold(some: Tensor, last: bool) -> None:
             tensors = (
-                some, jobs, params, sent.grads, sent.hyper, net.partial, net.norms, free, net.sums, self.flags,
+                some, sent.grads, sent.hyper, sent.rates, net.partial, net.norms, free, net.sums, self.flags,
+                len(groups),
             )  # fmt: skip
             options = {"WEIGHTED": net.weighted, "DEPTH": DEPTH, "ITEMS": net.fold_items}
             self._launch("fold_pass", len(some), tensors, LAST=last, **options, **self.kinds)
@@ -124,48 +135,64 @@ class FusedStep:
             )  # fmt: skip
             options = {"NORMS": net.normalized, "TAPS": net.taps, "HAS_MOMENTUM": has_momentum, "HAS_DECAY": has_decay}
             clip = apply and net.max_norm is not None
-            self._launch("update_pass", len(chunks), tensors, APPLY=apply, CLIP=clip, **options, **self.kinds, **shape)
+            more = {"maxnreg": 4 * tile.registers // 3} if has_momentum and "maxnreg" in shape else {}
+            self._launch(
+                "update_pass", len(chunks), tensors, APPLY=apply, CLIP=clip, **options, **self.kinds, **(shape | more)
+            )
 
         if net.weighted:
             flow(sums=False, norms=True)
-            fold(blocks[: net.sizes.norm_blocks], last=False)
+            fold(folds[: net.sizes.norm_folds], last=False)
             flow(sums=True, norms=False)
-            fold(blocks[net.sizes.norm_blocks :], last=True)
+            fold(folds[net.sizes.norm_folds :], last=True)
         else:
             flow(sums=True, norms=True)
-            fold(blocks, last=True)
+            fold(folds, last=True)
         if net.max_norm is None:
             at_roots(gather=True, move=True)
         else:
             at_roots(gather=True, move=False)
-            H = len(net.root)
-            torch.reciprocal(incoming, out=net.factors[:H])
-            torch.reciprocal(outgoing, out=net.factors[H : 2 * H])
+            self._run(_reciprocals, incoming, outgoing, net.factors)
             update(apply=False)
-            total = net.squares.sum() + net.root_grad.square().sum()
-            self.shrink.copy_((net.max_norm / (total.sqrt() + 1e-6)).clamp(max=1))
+            self._run(_shrink, net.squares, net.root_grad, net.max_norm, self.shrink)
             at_roots(gather=False, move=True)
         tensors = (net.root, net.ratio, incoming, outgoing, net.factors, self.flags, len(net.root))
         programs = triton.cdiv(len(net.root), UNITS)
         self._launch("units_pass", programs, tensors, SPREAD=net.spread, ACC=self.kinds["ACC"], UNITS=UNITS)
         update(apply=True)
 
-    def _launch(self, name: str, programs: int, tensors: tuple[Any, ...], **options: Any) -> None:
-        """`kernels.name[(programs,)](*tensors, **options)`, remembering what was compiled.
+    def _run(self, call: Callable[..., None], *arguments: Any) -> None:
+        call(*arguments)
+        self.calls.append((call, arguments))
 
-        Triton looks at every argument at every call, for longer than torch's whole step takes. It looks for dtypes and
-        for addresses that are multiples of 16 bytes: here those are the same at every step.
+    def _launch(self, name: str, programs: int, tensors: tuple[Any, ...], **options: Any) -> None:
+        """`kernels.name[(programs,)](*tensors, **options)`, kept among the calls of a step.
+
+        Triton looks at every argument at every call, and asks the driver about every tensor, for longer than torch's
+        whole step takes. What it looks for, dtypes and addresses that are multiples of 16 bytes, here is the same at
+        every step: after the first time the compiled kernel gets the addresses.
         """
         key = (name, programs, *options.values())
-        known = self.compiled.get(key)
-        if known is not None:
-            launch, constants = known
-            launch(*tensors, *constants)
+        if key in self.compiled:
+            launch, constants = self.compiled[key]
+            self._run(launch, *(x.data_ptr() if isinstance(x, Tensor) else x for x in tensors), *constants)
             return
         kernel = getattr(kernels, name)
         found = kernel[(programs,)](*tensors, **options)
         if found is not None and DIRECT:  # None from the interpreter
             self.compiled[key] = found[programs, 1, 1], [options[arg] for arg in kernel.arg_names[len(tensors) :]]
+        self.complete = False
+
+
+def _reciprocals(incoming: Tensor, outgoing: Tensor, factors: Tensor) -> None:
+    H = len(incoming)
+    torch.reciprocal(incoming, out=factors[:H])
+    torch.reciprocal(outgoing, out=factors[H : 2 * H])
+
+
+def _shrink(squares: Tensor, root_grad: Tensor, max_norm: float, shrink: Tensor) -> None:
+    total = squares.sum() + root_grad.square().sum()
+    shrink.copy_((max_norm / (total.sqrt() + 1e-6)).clamp(max=1))
 
 
 class Sent(NamedTuple):
@@ -176,6 +203,7 @@ class Sent(NamedTuple):
         fresh: Whether the buffer is new, per parameter.
         root_fresh: The same of the buffer of the roots.
         hyper: Hyper-parameters of each group, float64.
+        rates: Where the learning rate and decay of each group lie, if they are float32 tensors on the device; or 0.
         aligned: Every address is a multiple of 16 bytes.
     """
 
@@ -184,7 +212,17 @@ class Sent(NamedTuple):
     fresh: Tensor
     root_fresh: Tensor
     hyper: Tensor
+    rates: Tensor
     aligned: bool
+
+
+def _on_device(value: float | Tensor) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _rate(value: float | Tensor) -> int:
+    """Its address, if the kernels can read it there."""
+    return value.data_ptr() if isinstance(value, Tensor) and value.is_cuda and value.dtype == torch.float32 else 0
 
 
 class Header:
@@ -197,7 +235,7 @@ class Header:
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
         self.count, self.device = len(parameters), device
         self.together = functools.reduce(operator.or_, addresses(parameters), 0)
-        self.last: tuple[array[int], Sent] | None = None
+        self.last: tuple[bytes, Sent] | None = None
         self.captured: list[Tensor] = []
         self.spare: Tensor | None = None
 
@@ -212,19 +250,22 @@ class Header:
         places = addresses(grads) + addresses(buffers)
         values = array("q", [*places, *fresh, root_fresh])
         values.frombytes(hyper_parameters(groups).tobytes())
+        values.extend(_rate(group[key]) for group in groups for key in ("lr", "weight_decay"))
+        content = values.tobytes()
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self.last is not None and self.last[0] == values and not capturing:
+        if self.last is not None and self.last[0] == content and not capturing:
             sent = self.last[1]
         else:
             aligned = functools.reduce(operator.or_, places, self.together) % 16 == 0
             there, n = self._send(torch.frombuffer(values, dtype=torch.int64), capturing), self.count
-            parts = there.split([n, n, n, 1, len(there) - 3 * n - 1])
-            sent = Sent(parts[0], parts[1], parts[2], parts[3], parts[4].view(torch.float64), aligned)
-            self.last = None if capturing else (values, sent)
+            rates = 2 * len(groups)
+            parts = there.split([n, n, n, 1, len(there) - 3 * n - 1 - rates, rates])
+            sent = Sent(parts[0], parts[1], parts[2], parts[3], parts[4].view(torch.float64), parts[5], aligned)
+            self.last = None if capturing else (content, sent)
         width = len(sent.hyper) // len(groups)
         for i, group in enumerate(groups):
             for at, key in ((0, "lr"), (4, "weight_decay")):
-                if isinstance(group[key], Tensor) and group[key].device.type != "cpu":
+                if _on_device(group[key]) and not _rate(group[key]):
                     sent.hyper[i * width + at].copy_(group[key].reshape(()))
         return sent
 

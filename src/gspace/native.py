@@ -33,14 +33,14 @@ THREADS = [["-fopenmp"], ["-fopenmp-simd"], []]  # the first that the compiler u
 WORK = 1 << 15  # weights that are worth a thread
 
 
-TABLES = ("params", "jobs", "free", "roots", "chunks", "blocks", "units", "lists")
+TABLES = ("params", "folds", "free", "roots", "chunks", "units", "lists")
 SCRATCH = ("root", "partial", "norms", "sums", "factors", "root_grad", "ratio", "raw", "squares")
 
 
 class _Plan(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in (*TABLES, *SCRATCH)]
-        + [(name, ctypes.c_int64) for name in "n_chunks n_blocks norm_blocks n_roots n_units items slots".split()]
+        + [(name, ctypes.c_int64) for name in "n_chunks n_folds norm_folds n_roots n_units slots".split()]
         + [(name, ctypes.c_int64) for name in "paper normalized spread threads".split()]
         + [(name, ctypes.c_double) for name in "max_ratio max_drift max_norm".split()]
     )
@@ -127,11 +127,10 @@ class NativeStep:
             **{name: getattr(t, name).data_ptr() for name in TABLES},
             **{name: getattr(network, name).data_ptr() for name in SCRATCH},
             n_chunks=len(t.chunks),
-            n_blocks=len(t.blocks),
-            norm_blocks=sizes.norm_blocks,
+            n_folds=len(t.folds),
+            norm_folds=sizes.norm_folds,
             n_roots=len(t.roots),
             n_units=len(network.root),
-            items=network.fold_items,
             slots=len(network.parameters),
             paper=network.weighted,
             normalized=network.normalized,

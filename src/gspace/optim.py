@@ -216,26 +216,21 @@ class GSGD(GSpaceOptimizer):
         active = [p for p in parameters if p.grad is not None]
         if not active:
             return
-        buffers: list[Tensor | None] = []
-        if group["momentum"] != 0:
-            buffers = [self.state[p].get("momentum_buffer") for p in active]
-        lr, fused = group["lr"], group["fused"]
-        if fused is None and group["foreach"] is None and isinstance(lr, Tensor) and lr.is_cuda:
-            # torch's other ways read a rate on the device from the host: a wait, and no CUDA graph.
-            lr, fused = lr.float(), True
-        sgd(
-            active,
-            [p.grad for p in active],  # type: ignore[misc]
-            buffers,
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=lr,
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            has_sparse_grad=any(p.grad.is_sparse for p in active if p.grad is not None),
-            foreach=group["foreach"],
-            fused=fused,
-        )
-        for p, buffer in zip(active, buffers, strict=False):
-            self.state[p]["momentum_buffer"] = buffer
+        plain_sgd(group, self.state, active, [p.grad for p in active if p.grad is not None])
+
+
+def plain_sgd(group: dict[str, Any], state: Any, parameters: list[Tensor], directions: list[Tensor]) -> None:
+    """A step of torch's SGD with the hyper-parameters of `group` along these directions."""
+    buffers: list[Tensor | None] = []
+    if group["momentum"] != 0:
+        buffers = [state[p].get("momentum_buffer") for p in parameters]
+    lr, fused = group["lr"], group["fused"]
+    if fused is None and group["foreach"] is None and isinstance(lr, Tensor) and lr.is_cuda:
+        # torch's other ways read a rate on the device from the host: a wait, and no CUDA graph.
+        lr, fused = lr.float(), True
+    rest = ("weight_decay", "momentum", "dampening", "nesterov", "maximize", "foreach")
+    sparse = any(d.is_sparse for d in directions)
+    options = {key: group[key] for key in rest}
+    sgd(parameters, directions, buffers, has_sparse_grad=sparse, lr=lr, fused=fused, **options)
+    for p, buffer in zip(parameters, buffers, strict=False):
+        state[p]["momentum_buffer"] = buffer

@@ -9,8 +9,8 @@ the matrices chunk by chunk. Which numbers a record holds is written in `RECORD`
 |---|---|---|
 | params | parameters | `RECORD` |
 | chunks | programs of the two passes | parameter, group, first row, first column |
-| jobs | folds of partial sums | parameter, source, sums per item, taps, stride, items, target, edges (−1: norms) |
-| blocks | programs of the fold | job, first item |
+| folds | programs of the fold | source, sums per item, taps, stride, first item, end, target, edges (−1: norms); \
+address, slot and group of the parameter |
 | units | rows of each parameter; columns | units; skeleton entries (the column of a row, the row of a column, or −1); \
 row norms (the sum over row and column is an index; index 0 is a norm of 1) |
 | free | inputs of parameters | offset of the free entry (−1 if none), index of its row norm |
@@ -35,29 +35,28 @@ RECORD = (
 ).split()
 Record = dict[str, int]
 Groups = Sequence[Mapping[str, Any]]
-# A tile of a parameter whose rows are no multiple of 16 bytes has that many times fewer rows: it needs more registers.
-ODD = 4
+# A program of the fold takes that many times more items if each is the sum of only a few.
+FEW, MORE = 4, 16
 
 
 class Tile(NamedTuple):
     """Work of one program: `loops` tiles of rows × width, side by side or one below the other.
 
-    On a GPU `warps` threads of 32 share it, with at most `registers` each: with more, too few programs would be on a
-    processor to hide the latency of memory.
+    On a GPU `warps` threads of 32 share it, with at most `registers` each, or a third more with momentum: with more,
+    too few programs would be on a processor to hide the latency of memory.
     """
 
-    rows: int = 8
-    width: int = 256
+    rows: int = 16
+    width: int = 128
     loops: int = 4
     warps: int = 4
-    registers: int = 128
+    registers: int = 96
 
 
 class Tables(NamedTuple):
     params: Tensor
     chunks: Tensor
-    jobs: Tensor
-    blocks: Tensor
+    folds: Tensor
     units: Tensor
     free: Tensor
     roots: Tensor
@@ -70,7 +69,7 @@ class Sizes(NamedTuple):
     partials: int
     sums: int
     norms: int
-    norm_blocks: int
+    norm_folds: int
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class Network:
         unit_group: Parameter group of in(r) of each root r.
         ratio, raw: Where path ratios are left, bounded and not; ones.
         max_ratio, max_drift, max_path_grad_norm: Kept as 0 where there is no bound.
-        fold_items: Items of one program of the fold.
+        fold_items: Items of one program of the fold, where each is the sum of many.
     """
 
     def __init__(
@@ -200,7 +199,10 @@ class Network:
 
 def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
     """Where tensors lie; 0 for one that is missing."""
-    return [0 if x is None else x.data_ptr() for x in tensors]
+    try:
+        return list(map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]  # half the time of the line below
+    except TypeError:
+        return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 def hyper_parameters(groups: Groups) -> "array[float]":
@@ -228,7 +230,7 @@ class Builder:
         self.chunks: list[Tensor] = []
         self.index: list[Tensor] = []
         self.free: list[Tensor] = []
-        self.jobs: list[list[int]] = []
+        self.folds: list[list[int]] = []
         self.tails: list[Tensor] = []
         self.roots: list[Tensor] = []
         self.slots = self.indices = self.partials = self.sums = 0
@@ -282,14 +284,14 @@ class Builder:
         k, record = self._add(record, matrix.groups, weight, across=period > 1)
         norm_at = norm_rows[cell.row] + norm_columns[cell.column]
         if e.normalized:
-            self._fold(k, record, on_rows=not matrix.swap, items=norms, target=self.norms, edges=-1)
+            self._fold(record, on_rows=not matrix.swap, items=norms, target=self.norms, edges=-1)
             self.norms += norms
         if record["flow"]:
             free = torch.full((len(tail), 2), -1)
             free[:, 1] = 0
             item = cell.row // matrix.row_div if matrix.swap else cell.column // matrix.column_div
             free[item[~is_root]] = torch.stack([offset, norm_at], 1)[~is_root]
-            self._fold(k, record, on_rows=matrix.swap, items=len(tail), target=self.sums, edges=self.sums)
+            self._fold(record, on_rows=matrix.swap, items=len(tail), target=self.sums, edges=self.sums)
             self.free.append(free)
             self.tails.append(tail)
             self.sums += len(tail)
@@ -303,10 +305,9 @@ class Builder:
         rows, columns, lanes = record["rows"], record["columns"], record["lanes"]
         # 16 bytes at a time, if every row and every tile begins at a multiple.
         even = all(x * parameter.element_size() % 16 == 0 for x in (columns, lanes, record["offset"]))
-        high = self.tile.rows if even else self.tile.rows // ODD
-        fits = -(-columns // lanes) if across else -(-rows // high)
+        fits = -(-columns // lanes) if across else -(-rows // self.tile.rows)
         steps = max(1, min(self.tile.loops, fits))
-        chunk_rows, chunk_columns = high * (1 if across else steps), lanes * (steps if across else 1)
+        chunk_rows, chunk_columns = self.tile.rows * (1 if across else steps), lanes * (steps if across else 1)
         down, over = -(-rows // chunk_rows), -(-columns // chunk_columns)
         row_width, column_width = groups * rows * record["period"], groups * columns
         record |= {
@@ -345,11 +346,17 @@ class Builder:
         period = matrix.column_div
         return self.norms + rows * period, columns % period, len(rows) * period
 
-    def _fold(self, k: int, record: Record, *, on_rows: bool, items: int, target: int, edges: int) -> None:
+    def _fold(self, record: Record, *, on_rows: bool, items: int, target: int, edges: int) -> None:
         side, extent = ("row", "columns") if on_rows else ("column", "rows")
         parts = -(-record[extent] // record[f"chunk_{extent}"])
-        taps = record[f"{side}_stride"] // items
-        self.jobs.append([k, record[f"{side}_out"], parts * taps, taps, record[f"{side}_stride"], items, target, edges])
+        source, stride = record[f"{side}_out"], record[f"{side}_stride"]
+        taps = stride // items
+        count = parts * taps
+        size = self.fold_items * (MORE if count <= FEW else 1)
+        for first in range(0, items, size):
+            span = (first, min(first + size, items))
+            of = (record["weight"], record["slot"], record["group"])
+            self.folds.append([source, count, taps, stride, *span, target, edges, *of])
 
     def _put(self, *vectors: Tensor) -> int:
         start = self.indices
@@ -358,12 +365,10 @@ class Builder:
         return start
 
     def finish(self, root: Tensor, unit_group: Tensor) -> tuple[Tables, Sizes]:
-        jobs = sorted(self.jobs, key=lambda job: job[-1] >= 0)
-        blocks = [[i, first] for i, job in enumerate(jobs) for first in range(0, job[5], self.fold_items)]
-        norm_blocks = sum(-(-job[5] // self.fold_items) for job in jobs if job[-1] < 0)
-        if norm_blocks == len(blocks):
-            # The fold's first program also decides whether the step is taken: there is always one.
-            jobs, blocks = [*jobs, [0, 0, 0, 1, 0, 0, 0, 0]], [*blocks, [len(jobs), 0]]
+        folds = sorted(self.folds, key=lambda fold: fold[7] >= 0)
+        norm_folds = sum(fold[7] < 0 for fold in folds)
+        if norm_folds == len(folds):
+            folds.append([0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0])  # the last fold also decides whether the step is taken
         nothing = torch.empty(0, dtype=torch.long)
         behind = root[torch.cat([nothing, *self.tails])]
         order = behind.argsort(stable=True)
@@ -377,14 +382,13 @@ class Builder:
         tables = Tables(
             params=torch.tensor(self.params),
             chunks=torch.cat(self.chunks).int(),
-            jobs=torch.tensor(jobs),
-            blocks=torch.tensor(blocks).int(),
+            folds=torch.tensor(folds),
             units=torch.cat([nothing, *self.index]).int(),
             free=torch.cat([nothing.reshape(0, 2), *self.free]),
             roots=roots,
             lists=order.int(),
         )
-        return tables, Sizes(self.partials, self.sums, self.norms, norm_blocks)
+        return tables, Sizes(self.partials, self.sums, self.norms, norm_folds)
 
 
 class _Cells:
