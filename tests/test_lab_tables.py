@@ -172,14 +172,15 @@ def test_a_grid_is_judged_on_validation_images_and_its_winner_on_test_images(nam
         assert cell.recipes[0].lr + cell.recipes[0].weight_decay == largest  # what `decided` prefers
 
 
-def test_best_never_takes_a_diverged_run_nor_one_that_is_not_finished() -> None:
+def test_best_waits_for_all_runs_and_never_prefers_one_that_diverged() -> None:
     candidates = [seeds(Recipe(epochs=1.0, lr=lr), 2) for lr in (0.1, 0.2, 0.3)]
-    scores = {run: score for runs, score in zip(candidates, (0.3, math.inf, None), strict=True) for run in runs}
+    scores = {run: score for runs, score in zip(candidates, (0.3, math.inf, 0.4), strict=True) for run in runs}
     assert best(candidates, scores.get) == candidates[0][0]
     assert best(candidates, unknown) is None
+    assert best(candidates, {**scores, candidates[2][1]: None}.get) is None
     one_fails = {**scores, candidates[0][1]: math.inf}
-    assert best(candidates[:1], one_fails.get) == candidates[0][0]  # nothing better is known
-    assert best([candidates[2], candidates[0]], one_fails.get) == candidates[0][0]
+    assert best(candidates, one_fails.get) == candidates[2][0]
+    assert best(candidates[:2], one_fails.get) == candidates[0][0]  # nothing better is there
 
 
 def test_the_best_chain_is_run_in_full() -> None:

@@ -1,7 +1,11 @@
 """What README and docs say of recorded runs is what `gspace report results/runs` writes."""
 
+import importlib.util
+import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -49,3 +53,21 @@ def test_every_figure_of_the_report_is_there(report: str) -> None:
     figures = re.findall(r"\]\((figures/.*?)\)", report)
     assert figures
     assert [name for name in figures if not (REPORT.parent / name).exists()] == []
+
+
+def benchmark(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_of_the_benchmarks_are_those_of_their_records() -> None:
+    stack = json.loads((ROOT / "results" / "stack.json").read_text(encoding="utf-8"))
+    assert (ROOT / "docs" / "stack.md").read_text(encoding="utf-8") == benchmark("stack").page(stack)
+    speed = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    assert speed == benchmark("step").page(ROOT / "results")
+    assert speed.count("GSGD fused") > 30

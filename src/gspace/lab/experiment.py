@@ -207,15 +207,17 @@ def seeds(recipe: Recipe, count: int) -> tuple[Recipe, ...]:
 
 
 def mean_score(runs: Sequence[Recipe], scores: Scores) -> float | None:
-    """Mean over the runs that are finished; None if none is."""
+    """Mean over the runs; None while one is unfinished."""
     found = [score for run in runs if (score := scores(run)) is not None]
-    return fmean(found) if found else None
+    return fmean(found) if len(found) == len(runs) else None
 
 
 def best(candidates: Sequence[Sequence[Recipe]], scores: Scores) -> Recipe | None:
-    """First run of the candidate with the lowest mean score; None while none of them is finished."""
-    found = [(score, k) for k, runs in enumerate(candidates) if (score := mean_score(runs, scores)) is not None]
-    return candidates[min(found)[1]][0] if found else None
+    """First run of the candidate with the lowest mean score; None while any of them is unfinished."""
+    means = [mean for runs in candidates if (mean := mean_score(runs, scores)) is not None]
+    if len(means) < len(candidates):  # runs that diverge end first: what is known early is no fair sample
+        return None
+    return candidates[means.index(min(means))][0]
 
 
 def guessed(scores: Scores) -> Scores:

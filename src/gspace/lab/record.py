@@ -165,7 +165,7 @@ def environment(**options: Any) -> Line:
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "gspace": gspace.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
@@ -178,7 +178,7 @@ def environment(**options: Any) -> Line:
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Commit of the source this runs from, "+" if files were changed since; None outside a git checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
