@@ -28,7 +28,7 @@ def squares(edges: Sequence[Edges], weights: Mapping[str, Tensor]) -> list[Tenso
 
 def live_units(edges: Sequence[Edges], strength: Sequence[Tensor], n: int) -> Tensor:
     """Units on a path of non-zero weights from ground to ground, `(n,)` bool; ground is True."""
-    device = strength[0].device if strength else None
+    device = strength[0].device if strength else torch.device("cpu")
     ahead, behind = (torch.zeros(n, dtype=torch.bool, device=device) for _ in range(2))
     ahead[0] = behind[0] = True
     links = [(e.head.to(device), e.tail.to(device), a > 0) for e, a in zip(edges, strength, strict=True)]
@@ -52,7 +52,7 @@ def balanced_log_scales(
     """
     strength = squares(edges, weights)
     if not strength:
-        return torch.zeros(n, dtype=torch.float64)
+        return torch.zeros(n, dtype=torch.float64, device="cpu")
     device = strength[0].device
     free = torch.ones(n, dtype=torch.bool, device=device)
     if fixed is not None:

@@ -382,7 +382,7 @@ class GSpaceOptimizer(Optimizer):
         ratio, raw = self._last
         roots = (self._root == torch.arange(len(self._root), device=self._root.device)).nonzero()[1:, 0]
         value = (self.incoming * self.outgoing)[1:]
-        lr = torch.stack([torch.as_tensor(g["lr"], dtype=torch.float64) for g in self.param_groups])
+        rates = [torch.as_tensor(g["lr"], dtype=torch.float64, device=value.device) for g in self.param_groups]
         at = torch.tensor([0.0, 0.05, 0.5, 0.95, 1.0], dtype=ratio.dtype, device=ratio.device)
         quantiles = ratio[roots].quantile(at).tolist() if len(roots) else []
         return {
@@ -390,7 +390,7 @@ class GSpaceOptimizer(Optimizer):
             "clipped": int((ratio != raw)[roots].sum()),
             "roots": len(roots),
             "path_value": value,
-            "effective_lr": lr.to(value.device)[self._unit_group[1:]] / value.double().square(),
+            "effective_lr": torch.stack(rates)[self._unit_group[1:]] / value.double().square(),
         }
 
 

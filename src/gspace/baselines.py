@@ -108,7 +108,8 @@ class PathSGD(Optimizer):
             "foreach": foreach,
             "fused": fused,
         }
-        torch.optim.SGD([torch.zeros(1)], **options)  # torch's own constructor checks what it shares with us
+        # torch's own constructor checks what it shares with us.
+        torch.optim.SGD([torch.zeros(1, device="cpu")], **options)
         self.interval = interval
         self._edges: list[Tensor] = []
         super().__init__(list(model.parameters()) if params is None else params, {**options, "steps": 0})

@@ -100,7 +100,7 @@ def coordinates(
     layers = tuple(plan(skeleton, weights))
     inside = {layer.edges.name for layer in layers}
     others = tuple(name for name, p in weights.items() if p.requires_grad and name not in inside)
-    is_root = skeleton.root == torch.arange(skeleton.H + 1)
+    is_root = skeleton.root == torch.arange(skeleton.H + 1, device=skeleton.root.device)
     is_root[0] = False
     return Coordinates(
         skeleton, layers, others, (log_in, sign_in), (log_out, sign_out), is_root.nonzero()[:, 0].to(log_in.device)

@@ -116,7 +116,7 @@ def invariance_gap(
     probe = data[0][0]
     start = _evaluated(plain, probe)
     gaps, losses = [_gap(start, _evaluated(scaled, probe))], []
-    seed = int(torch.randint(2**31, (), generator=generator))
+    seed = int(torch.randint(2**31, (), generator=generator, device="cpu"))
     for step, (inputs, targets) in enumerate(data):
         for m, optimizer in pair:
             torch.manual_seed(seed + step)  # dropout must not tell the two apart
@@ -186,7 +186,7 @@ def balancedness(model: nn.Module, *, analysis: Analysis | None = None, **option
     """
     found = analysis if analysis is not None else analyze(model, **options)
     n = 1 + found.H + found.H_absorbed
-    incoming, outgoing = (torch.zeros(n, dtype=torch.float64) for _ in range(2))
+    incoming, outgoing = (torch.zeros(n, dtype=torch.float64, device="cpu") for _ in range(2))
     for e, square in zip(found.edges, squares(found.edges, dict(model.named_parameters())), strict=True):
         incoming.index_add_(0, e.head.reshape(-1), square.sum(2).reshape(-1).cpu())
         outgoing.index_add_(0, e.tail.reshape(-1), square.sum(1).reshape(-1).cpu())

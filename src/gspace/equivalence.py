@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gspace.devices import on_cpu
 from gspace.graph import Analysis, Edges, analyze
 from gspace.scaling import Scales
 
@@ -83,6 +84,7 @@ def _at(x: Tensor, index: list[int]) -> str:
     return f"{float(x[tuple(index)]):.6g}"
 
 
+@on_cpu
 def _solve(edges: Sequence[Edges], a: dict[str, Tensor], b: dict[str, Tensor], n: int) -> Tensor:
     """log c with log c[head] − log c[tail] = log|w_b/w_a|, spread from ground; 0 for units no weight reaches."""
     log = torch.zeros(n, dtype=torch.float64)

@@ -86,7 +86,8 @@ def psi_flatness(
     (path_grad,) = torch.autograd.grad(base, zero)
     with torch.no_grad():
         start = base.detach()
-        draws = [2 * torch.rand(v.shape, generator=generator, dtype=torch.float64) - 1 for _ in range(samples)]
+        like: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+        draws = [2 * torch.rand(v.shape, **like) - 1 for _ in range(samples)]
         random = torch.stack([loss_at(limit * draw.to(limit)) - start for draw in draws])
         adversarial = float(loss_at(limit * path_grad.sign()) - start)
     return Flatness(float(start), random.double().cpu(), adversarial, radius)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspace.devices import on_cpu
 from gspace.step import BatchNormRule, Layer, row_norms
 from gspace.tables import Groups
 
@@ -67,6 +68,7 @@ class ForeachStep:
         ratio, raw: Where path ratios are left, bounded and not.
     """
 
+    @on_cpu
     def __init__(
         self,
         layers: Sequence[Layer],
@@ -329,15 +331,16 @@ class ForeachStep:
         if not root_fresh:
             new = root_buffer.index_select(0, self.root_units) * momentum + d * (1 - dampening)
         root_buffer.index_copy_(0, self.root_units, new)
-        ahead = torch.where(torch.as_tensor(self._per_root(groups, "nesterov")) > 0, d + momentum * new, new)
-        return torch.where(torch.as_tensor(momentum) == 0, d, ahead)
+        nesterov = torch.as_tensor(self._per_root(groups, "nesterov"), device="cpu")
+        ahead = torch.where(nesterov > 0, d + momentum * new, new)
+        return torch.where(torch.as_tensor(momentum, device="cpu") == 0, d, ahead)
 
     def _per_root(self, groups: Groups, key: str) -> Any:
         """A hyper-parameter for every root: a number, or a vector where groups differ."""
         values = [float(group[key]) for group in groups]
         if len(values) == 1 or values.count(values[0]) == len(values):
             return values[0]
-        return torch.tensor(values, dtype=self.dtype)[self.root_group]
+        return torch.tensor(values, dtype=self.dtype, device="cpu")[self.root_group]
 
     def _factors(self, incoming: Tensor, *, twice: bool) -> None:
         """Factors of columns, 1/R and 1/(Ĩ·R), Ĩ² where a gradient has not been divided by Ĩ yet; skeleton entries."""

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gspace.devices import on_cpu
 from gspace.spaces import PinnedAt, Use, Walk
-from gspace.trace import Inputs, trace, unwrap
+from gspace.trace import Inputs, Traced, trace, unwrap
 from gspace.walk import Walker
 
 Residual = Literal["pin", "tie"]
@@ -182,9 +183,13 @@ def analyze(
     """
     if residual not in ("pin", "tie"):
         raise ValueError(f"residual must be 'pin' or 'tie', got {residual!r}")
-    traced = trace(model, example_input)
-    inner = unwrap(model)
-    modules = dict(inner.named_modules(remove_duplicate=False))
+    return _solved(trace(model, example_input), model, residual, pin)
+
+
+@on_cpu
+def _solved(traced: Sequence[Traced], model: nn.Module, residual: Residual, pin: Iterable[str]) -> Analysis:
+    """What follows from the graphs of `model`; its own code is not run again."""
+    modules = dict(unwrap(model).named_modules(remove_duplicate=False))
     walk = Walk(residual)
     names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     walker = Walker(walk, names, _hooked(modules), _known(pin, modules))

@@ -52,7 +52,7 @@ class InGSpace(GSpaceOptimizer):
         self.optimizer_class, self.optimizer_kwargs = optimizer_class, kwargs
         self._owned: dict[Tensor | int, Tensor] = {}
         # Any parameters do to learn (and check) the defaults of the inner optimizer.
-        probe = optimizer_class([nn.Parameter(torch.zeros(2, 2))], **kwargs)
+        probe = optimizer_class([nn.Parameter(torch.zeros(2, 2, device="cpu"))], **kwargs)
         super().__init__(
             model,
             params,

@@ -75,7 +75,7 @@ class GSGD(GSpaceOptimizer):
     ) -> None:
         # torch's own constructor checks the hyper-parameters it shares with us.
         shared: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "fused": fused}
-        torch.optim.SGD([torch.zeros(1)], lr, momentum, dampening, weight_decay, nesterov, **shared)
+        torch.optim.SGD([torch.zeros(1, device="cpu")], lr, momentum, dampening, weight_decay, nesterov, **shared)
         if max_path_grad_norm is not None and not max_path_grad_norm > 0:
             raise ValueError(f"max_path_grad_norm must be positive, got {max_path_grad_norm}")
         self.max_path_grad_norm = max_path_grad_norm

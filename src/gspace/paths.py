@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gspace.devices import on_cpu
 from gspace.graph import Edges
 from gspace.skeleton import Skeleton
 
@@ -57,8 +58,9 @@ class Wiring:
 
     @property
     def H(self) -> int:
-        return int(torch.cat([self.head, self.tail, torch.zeros(1, dtype=torch.long)]).max())
+        return int(torch.cat([self.head, self.tail, self.head.new_zeros(1)]).max())
 
+    @on_cpu
     def positions(self, paths: Sequence[Path]) -> Tensor:
         """Positions of the weights of each path, `(n, longest)`, filled up with m."""
         rows = [torch.tensor([self.offset[e] + i for e, i in path], dtype=torch.long) for path in paths]
@@ -74,6 +76,7 @@ class Wiring:
         return {e.name: part.reshape(shape) for e, part, shape in zip(self.edges, parts, self.shapes, strict=True)}
 
 
+@on_cpu
 def wire(edges: Sequence[Edges], parameters: Mapping[str, Tensor], H: int | None = None) -> Wiring:
     """The weights of `edges` one by one. Frozen parameters count like any other.
 
@@ -101,6 +104,7 @@ def as_function(model: nn.Module, wiring: Wiring) -> Callable[..., Any]:
 # Paths and the structure matrix (Sec. 2.2, 3.2)
 
 
+@on_cpu
 def count_paths(wiring: Wiring) -> float:
     """The number of paths, without enumerating them; a path counts once per choice of uses of its weights.
 
@@ -155,6 +159,7 @@ def enumerate_paths(wiring: Wiring, limit: int = LIMIT) -> tuple[Path, ...]:
     return tuple(walk(0, -1, ()))
 
 
+@on_cpu
 def structure_matrix(wiring: Wiring, paths: Sequence[Path]) -> Tensor:
     """A, `(m, n)`: how often each weight occurs on each path; more than once only where a weight is used twice."""
     A = torch.zeros(len(paths), wiring.m + 1, dtype=torch.long)
@@ -178,7 +183,7 @@ def activation_status(wiring: Wiring, paths: Sequence[Path], active: Tensor) -> 
 
     The product ranges over hidden units: an output has no ReLU, and Eq. (1) would lose its negative values.
     """
-    units = torch.cat([wiring.head, torch.zeros(1, dtype=torch.long)])[wiring.positions(paths)]
+    units = torch.cat([wiring.head, wiring.head.new_zeros(1)])[wiring.positions(paths)]
     return torch.stack([active[:, column] | (column == 0) for column in units.T]).all(0)
 
 
@@ -224,6 +229,7 @@ class Basis:
     out_paths: Tensor
 
 
+@on_cpu
 def basis_paths(skeleton: Skeleton, parameters: Mapping[str, Tensor]) -> Basis:
     """The skeleton method: one basis path for every weight that is not free (design of the skeleton: `skeleton.py`).
 

@@ -108,7 +108,7 @@ class _Pass:
     def __init__(self, graph: PathGraph, p: float, powers: Mapping[int, Power]) -> None:
         self.graph, self.p = graph, p
         self.powers: dict[int, Power] = dict(powers)
-        first = next((t for t in graph.model.parameters() if t.is_floating_point()), torch.zeros(()))
+        first = next((t for t in graph.model.parameters() if t.is_floating_point()), torch.zeros((), device="cpu"))
         self.device = first.device
         self.dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
 

@@ -31,7 +31,8 @@ class Scales:
     values: Tensor
 
     def __post_init__(self) -> None:
-        values = torch.as_tensor(self.values, dtype=torch.float64).detach()
+        device = self.values.device if isinstance(self.values, Tensor) else "cpu"
+        values = torch.as_tensor(self.values, dtype=torch.float64, device=device).detach()
         if values.dim() != 1:
             raise ValueError(f"scales must be one value per unit, got a tensor of shape {tuple(values.shape)}")
         bad = ~(values.isfinite() & (values > 0))
@@ -59,7 +60,7 @@ class Scales:
 
     @staticmethod
     def identity(units: int) -> "Scales":
-        return Scales(torch.ones(units, dtype=torch.float64))
+        return Scales(torch.ones(units, dtype=torch.float64, device="cpu"))
 
 
 def _analysis(model: nn.Module, analysis: Analysis | None, options: dict[str, Any]) -> Analysis:
@@ -79,7 +80,7 @@ def random_scales(
 ) -> Scales:
     """Scales e^N(0, std²), independent for every unit; absorbed units stay at 1 unless `absorbed`."""
     found = _analysis(model, analysis, options)
-    log = std * torch.randn(found.H + found.H_absorbed, generator=generator, dtype=torch.float64)
+    log = std * torch.randn(found.H + found.H_absorbed, generator=generator, dtype=torch.float64, device="cpu")
     if not absorbed:
         log[found.H :] = 0
     return Scales(log.exp())
@@ -105,7 +106,7 @@ def rescale_(
     if len(scales) not in (found.H, found.H + found.H_absorbed):
         also = f" or {found.H + found.H_absorbed} (with absorbed rows)" if found.H_absorbed else ""
         raise ValueError(f"the model has {found.H}{also} units to scale, got {len(scales)} scales")
-    c = torch.ones(1 + found.H + found.H_absorbed, dtype=torch.float64)
+    c = torch.ones(1 + found.H + found.H_absorbed, dtype=torch.float64, device="cpu")
     c[1 : 1 + len(scales)] = scales.values
     _apply(model, found, c)
     return model
@@ -130,8 +131,8 @@ def _apply(model: nn.Module, analysis: Analysis, c: Tensor) -> None:
         if bool((factor != 1).any()):
             changes.append((buffers[s.name], factor.to(buffers[s.name].device)))
     for view, factor in changes:
-        largest = (view.abs() * factor).amax() if view.numel() else torch.zeros(())
-        smallest = torch.where(view == 0, torch.inf, view.abs() * factor).amin() if view.numel() else torch.ones(())
+        largest = (view.abs() * factor).amax() if view.numel() else view.new_zeros(())
+        smallest = torch.where(view == 0, torch.inf, view.abs() * factor).amin() if view.numel() else view.new_ones(())
         limits = torch.finfo(view.dtype)
         if not bool(largest <= limits.max) or bool(smallest < limits.tiny * limits.eps):
             raise ValueError(
@@ -150,7 +151,7 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
     """
     found = _analysis(model, analysis, options)
     n = 1 + found.H + found.H_absorbed
-    fixed = torch.arange(n) > found.H if not absorbed else None
+    fixed = torch.arange(n, device="cpu") > found.H if not absorbed else None
     log = balanced_log_scales(found.edges, dict(model.named_parameters()), n, fixed).cpu()
     scales = Scales(log[1:].exp())
     _apply(model, found, log.exp())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.balance import balanced_log_scales
+from gspace.devices import on_cpu
 from gspace.graph import Analysis, Edges, analyze
 
 Choice = Literal["aligned", "pivoted"]
@@ -51,6 +52,7 @@ class Skeleton:
     unused: tuple[str, ...] = ()
 
 
+@on_cpu
 def build_skeleton(
     model: nn.Module,
     analysis: Analysis,
@@ -221,7 +223,7 @@ def _flat_index(e: Edges, weight: Tensor) -> Tensor:
 
 def skeleton_values(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Values of in(u) and out(u), `(H + 1,)` float64 each, 1 for ground."""
-    device = next(iter(weights.values())).device if weights else None
+    device = next(iter(weights.values())).device if weights else torch.device("cpu")
     result = []
     for which, index in ((skeleton.in_edge, skeleton.in_index), (skeleton.out_edge, skeleton.out_index)):
         value = torch.ones(skeleton.H + 1, dtype=torch.float64, device=device)
@@ -260,7 +262,12 @@ def init_skeleton_(
     """
     if sign not in ("positive", "random"):
         raise ValueError(f"sign must be 'positive' or 'random', got {sign!r}")
-    found = analysis if analysis is not None else analyze(model, **options)
+    _set_skeleton_(model, analysis if analysis is not None else analyze(model, **options), sign, generator)
+    return model
+
+
+@on_cpu
+def _set_skeleton_(model: nn.Module, found: Analysis, sign: str, generator: torch.Generator | None) -> None:
     weights = dict(model.named_parameters())
     edges, n = found.transparent, found.H_paper + 1
     marks: dict[str, Tensor] = {}
@@ -278,4 +285,3 @@ def init_skeleton_(
                 ones = ones * (torch.randint(2, ones.shape, generator=generator) * 2 - 1)
             place = torch.unravel_index(mark.nonzero()[:, 0], w.shape)
             w[tuple(i.to(w.device) for i in place)] = ones.to(w.device)
-    return model

@@ -8,6 +8,7 @@ that does not meet it is refused.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ def active_units(model: nn.Module, wiring: Wiring, x: Tensor) -> Tensor:
     """Which units of an MLP are active, `(batch, H + 1)`."""
     heads = {f"{name}.weight": name for name, _ in _mlp_layers(model, wiring)}
     units = {heads[e.name]: e.head.reshape(-1) for e in wiring.edges if e.name in heads}
-    active = torch.ones(len(x), wiring.H + 1, dtype=torch.bool)
+    active = x.new_ones(len(x), wiring.H + 1, dtype=torch.bool)
     for name, layer in model.named_children():
         x = layer(x)
         if name in units:
@@ -80,8 +81,8 @@ def output_by_paths(model: nn.Module, wiring: Wiring, paths: Sequence[Path], x: 
     d, K = layers[0][1].in_features, layers[-1][1].out_features
     fan_in = {f"{name}.weight": layer.in_features for name, layer in layers}
     names = [e.name for e in wiring.edges]
-    source = torch.tensor([p[0][1] % d if names[p[0][0]] in fan_in else d for p in paths])
-    sink = torch.tensor([p[-1][1] // fan_in.get(names[p[-1][0]], 1) for p in paths])
+    source = torch.tensor([p[0][1] % d if names[p[0][0]] in fan_in else d for p in paths], device=x.device)
+    sink = torch.tensor([p[-1][1] // fan_in.get(names[p[-1][0]], 1) for p in paths], device=x.device)
     weights = wiring.flatten(dict(model.named_parameters()))
     active = activation_status(wiring, paths, active_units(model, wiring, x))
     terms = path_values(wiring, weights, paths) * active * torch.cat([x, x.new_ones(len(x), 1)], 1)[:, source]
@@ -101,7 +102,7 @@ def occurrences(model: nn.Module, wiring: Wiring, paths: Sequence[Path], x: Tens
     """
     sets = sorted({frozenset(row) - {wiring.m} for row in map(tuple, wiring.positions(paths).tolist())}, key=sorted)
     subsets = sorted({frozenset(t) for s in sets for r in range(len(s) + 1) for t in combinations(s, r)}, key=sorted)
-    masks = torch.zeros(len(subsets) + 1, wiring.m, dtype=x.dtype)
+    masks = x.new_zeros(len(subsets) + 1, wiring.m)
     for row, subset in zip(masks, subsets, strict=False):
         row[list(subset)] = 1
     masks[-1] = 1
@@ -114,7 +115,7 @@ def occurrences(model: nn.Module, wiring: Wiring, paths: Sequence[Path], x: Tens
         for s in sets
     }
     rows = wiring.positions(paths).tolist()
-    return torch.tensor([exact[frozenset(row) - {wiring.m}] for row in rows], dtype=x.dtype), float(N[-1])
+    return x.new_tensor([exact[frozenset(row) - {wiring.m}] for row in rows]), float(N[-1])
 
 
 # The theorems
@@ -127,7 +128,7 @@ def scales_between(wiring: Wiring, weights: Tensor, other: Tensor) -> Tensor | N
     """
     if bool((weights.sign() != other.sign()).any()):
         return None
-    units = torch.eye(wiring.H + 1, dtype=weights.dtype)
+    units = torch.eye(wiring.H + 1, dtype=weights.dtype, device=weights.device)
     log_ratio = (other / weights).log()
     log_c = torch.linalg.lstsq((units[wiring.head] - units[wiring.tail])[:, 1:], log_ratio[:, None]).solution[:, 0]
     c = torch.cat([log_c.new_zeros(1), log_c]).exp()
@@ -185,7 +186,8 @@ def corollary_3_8(
     fixed. Its own Jacobian cannot have a larger rank; where the rank is smaller, these inputs do not see every path.
     """
     dimension = basis.wiring.m - basis.wiring.H
-    free_ratio = torch.randn(len(basis.free), generator=generator, dtype=weights.dtype).exp()
+    like: dict[str, Any] = {"generator": generator, "dtype": weights.dtype, "device": weights.device}
+    free_ratio = torch.randn(len(basis.free), **like).exp()
     moved = allocate_weights(basis, weights, weights.new_ones(dimension), free_ratio)
     gap = _gap(network(moved), network(weights))
     outputs = torch.func.jacrev(network)(weights).reshape(-1, basis.wiring.m) * weights  # ∂/∂log w, better scaled
@@ -212,13 +214,14 @@ def theorem_4_1(
     One keeps the free weights, the other multiplies them by e^N(0, 0.1) in every step.
     """
     w = [weights, weights]
+    like: dict[str, Any] = {"generator": generator, "dtype": weights.dtype, "device": weights.device}
     gap = 0.0
     for _ in range(steps):
         for side in (0, 1):
             grad = torch.func.grad(loss)(w[side])
             v = odot(w[side], basis.A)
             path_grad, _ = inverse_chain_rule(basis, w[side], grad)
-            free_ratio = (side * 0.1 * torch.randn(len(basis.free), generator=generator, dtype=weights.dtype)).exp()
+            free_ratio = (side * 0.1 * torch.randn(len(basis.free), **like)).exp()
             w[side] = allocate_weights(basis, w[side], 1 - lr * path_grad / v, free_ratio)
         gap = max(gap, _gap(odot(w[1], basis.A), odot(w[0], basis.A)))
     evidence = {

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gspace.devices import on_cpu
 from gspace.graph import Edges
 from gspace.skeleton import Skeleton
 
@@ -63,6 +64,7 @@ class Flow(NamedTuple):
     root: Tensor
 
 
+@on_cpu
 def plan(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> list[Layer]:
     """The layers a step works on: every parameter that touches a unit."""
     layers = []

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspace.devices import on_cpu
 from gspace.step import BatchNormRule, Layer
 
 RECORD = (
@@ -147,6 +148,7 @@ class Network:
         fold_items: Items of one program of the fold, where each is the sum of many.
     """
 
+    @on_cpu
     def __init__(
         self,
         layers: Sequence[Layer],
