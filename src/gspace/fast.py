@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gspace import foreach, native
 from gspace.base import GSpaceOptimizer
-from gspace.tables import Groups, Network, Tile, addresses, is_dense
+from gspace.tables import Given, Network, Tile, addresses, is_dense
 
 if TYPE_CHECKING:
     from gspace.optim import GSGD
@@ -30,20 +30,10 @@ class Way(Protocol):
     """One implementation, bound to the parameters of an optimizer.
 
     `step` moves weights, momentum buffers and coordinates in place. It says False, and has moved nothing, if a gradient
-    is not finite; on a GPU only the device knows, and nothing moves there. Without momentum there is no `root_buffer`.
+    is not finite; on a GPU only the device knows, and nothing moves there.
     """
 
-    def step(
-        self,
-        groups: Groups,
-        grads: Sequence[Tensor | None],
-        buffers: Sequence[Tensor | None],
-        fresh: list[bool],
-        incoming: Tensor,
-        outgoing: Tensor,
-        root_buffer: Tensor | None,
-        root_fresh: bool,
-    ) -> bool: ...
+    def step(self, given: Given) -> bool: ...
 
 
 def step(optimizer: "GSGD") -> bool:
@@ -191,10 +181,8 @@ class Bound:
             if root_fresh:
                 optimizer._root_state["momentum_buffer"] = torch.zeros_like(optimizer.incoming)
             root_buffer = optimizer._root_state["momentum_buffer"]
-        taken = self.way.step(
-            groups, grads, buffers, fresh, optimizer.incoming, optimizer.outgoing, root_buffer, root_fresh
-        )
-        if not taken:
+        coordinates = optimizer.incoming, optimizer.outgoing
+        if not self.way.step(Given(groups, grads, buffers, fresh, *coordinates, root_buffer, root_fresh)):
             self._forget(optimizer, fresh, root_fresh)
             GSpaceOptimizer._refuse_non_finite(optimizer)
             return False  # every gradient is finite, but a sum of w·g is not

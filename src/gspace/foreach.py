@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gspace.devices import on_cpu
 from gspace.step import BatchNormRule, Layer, row_norms
-from gspace.tables import Groups
+from gspace.tables import Given, Groups
 
 BLOCK = 1 << 16  # elements of a weight that stay in the cache between two operations
 
@@ -210,18 +210,9 @@ class ForeachStep:
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def step(
-        self,
-        groups: Groups,
-        grads: Sequence[Tensor | None],
-        buffers: Sequence[Tensor | None],
-        fresh: list[bool],
-        incoming: Tensor,
-        outgoing: Tensor,
-        root_buffer: Tensor | None,
-        root_fresh: bool,
-    ) -> bool:
+    def step(self, given: Given) -> bool:
         """Moves weights, buffers and `incoming` in place; False, and nothing moved, if a sum is not finite."""
+        groups, grads, buffers, fresh, incoming, outgoing, root_buffer, root_fresh = given
         self._follow(outgoing)
         here = [torch.zeros_like(w) if g is None else g for w, g in zip(self.weights, grads, strict=True)]
         views = [g if bare else self._view(k, g) for k, (g, bare) in enumerate(zip(here, self.bare, strict=True))]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gspace import kernels, tables
 from gspace.step import BatchNormRule, Layer
-from gspace.tables import Groups, Network, Tile, addresses, hyper_parameters
+from gspace.tables import Given, Network, Tile, addresses, hyper_parameters
 
 FOLD, DEPTH, ROOTS, UNITS = 32, 64, 16, 256  # items of one program of the small passes, and sums it reads at a time
 KEPT: list[Tensor] = []  # on the host: a CUDA graph reads them at each replay, whatever becomes of the optimizer
@@ -54,39 +54,27 @@ class FusedStep:
         types = {"DTYPE": weight.dtype, "ACC": network.dtype}
         self.kinds = {name: getattr(triton.language, DTYPES[dtype]) for name, dtype in types.items()}
 
-    def step(
-        self,
-        groups: Groups,
-        grads: Sequence[Tensor | None],
-        buffers: Sequence[Tensor | None],
-        fresh: list[bool],
-        incoming: Tensor,
-        outgoing: Tensor,
-        root_buffer: Tensor | None,
-        root_fresh: bool,
-    ) -> bool:
+    def step(self, given: Given) -> bool:
         """Moves every parameter, buffer and coordinate by one step, in place, unless a gradient is not finite.
 
-        Gradients and buffers lie in memory like their parameters; None is a missing one. Path ratios, bounded and not,
-        are left in the network; how many steps were not taken, in `flags[2]`.
+        Path ratios, bounded and not, are left in the network; how many steps were not taken, in `flags[2]`.
         """
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            sent = self.header.upload(groups, grads, buffers, fresh, root_fresh)
-            places = addresses((incoming, outgoing, root_buffer))
+            sent = self.header.upload(given)
+            places = addresses((given.incoming, given.outgoing, given.root_buffer))
             if self.last is not None and self.last[0] is sent and self.last[1] == places:
                 for call, arguments in self.calls:
                     call(*arguments)
             else:
                 self.last, self.calls, self.complete = None, [], True
-                self._passes(groups, sent, incoming, outgoing, root_buffer)
+                self._passes(given, sent)
                 self.last = (sent, places) if self.complete else None
         torch.autograd.graph.increment_version(self.network.parameters)
         return True
 
-    def _passes(
-        self, groups: Groups, sent: "Sent", incoming: Tensor, outgoing: Tensor, root_buffer: Tensor | None
-    ) -> None:
-        net = self.network
+    def _passes(self, given: Given, sent: "Sent") -> None:
+        net, groups = self.network, given.groups
+        incoming, outgoing, root_buffer = given.incoming, given.outgoing, given.root_buffer
         params, chunks, folds, units, free, roots, lists = net.tables
         has_momentum = root_buffer is not None
         has_decay = any(isinstance(g["weight_decay"], Tensor) or g["weight_decay"] != 0 for g in groups)
@@ -239,16 +227,10 @@ class Header:
         self.captured: list[Tensor] = []
         self.spare: Tensor | None = None
 
-    def upload(
-        self,
-        groups: Groups,
-        grads: Sequence[Tensor | None],
-        buffers: Sequence[Tensor | None],
-        fresh: list[bool],
-        root_fresh: bool,
-    ) -> Sent:
-        places = addresses(grads) + addresses(buffers)
-        values = array("q", [*places, *fresh, root_fresh])
+    def upload(self, given: Given) -> Sent:
+        groups = given.groups
+        places = addresses(given.grads) + addresses(given.buffers)
+        values = array("q", [*places, *given.fresh, given.root_fresh])
         values.frombytes(hyper_parameters(groups).tobytes())
         values.extend(_rate(group[key]) for group in groups for key in ("lr", "weight_decay"))
         content = values.tobytes()

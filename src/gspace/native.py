@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gspace.step import BatchNormRule, Layer
-from gspace.tables import Groups, Network, Tile, addresses, hyper_parameters
+from gspace.tables import Given, Network, Tile, addresses, hyper_parameters
 from gspace.tables import refusal as table_refusal
 
 REAL = {torch.float32: "float", torch.float64: "double"}
@@ -142,21 +142,9 @@ class NativeStep:
         self.address = ctypes.addressof(self.plan)
         self.most_threads = max(1, sum(p.numel() for p in network.parameters) // WORK)
 
-    def step(
-        self,
-        groups: Groups,
-        grads: Sequence[Tensor | None],
-        buffers: Sequence[Tensor | None],
-        fresh: list[bool],
-        incoming: Tensor,
-        outgoing: Tensor,
-        root_buffer: Tensor | None,
-        root_fresh: bool,
-    ) -> bool:
-        """Moves parameters, buffers and coordinates in place; False, and nothing moved, if a gradient is not finite.
-
-        Gradients and buffers lie in memory like their parameters; None is a missing one.
-        """
+    def step(self, given: Given) -> bool:
+        """Moves parameters, buffers and coordinates in place; False, and nothing moved, if a gradient is not finite."""
+        groups, grads, buffers, fresh, incoming, outgoing, root_buffer, root_fresh = given
         header, hyper = array("q", [*addresses(grads), *addresses(buffers), *fresh]), hyper_parameters(groups)
         self.plan.threads = min(torch.get_num_threads(), self.most_threads)
         taken = self.call(

@@ -40,6 +40,28 @@ Groups = Sequence[Mapping[str, Any]]
 FEW, MORE = 4, 16
 
 
+class Given(NamedTuple):
+    """What one step is given, besides the parameters.
+
+    Attributes:
+        groups: The optimizer's parameter groups.
+        grads, buffers: Gradients and momentum buffers; they lie in memory like their parameters, None is a missing one.
+        fresh: Whether the buffer is new, per parameter.
+        incoming, outgoing: The coordinates Ĩ and Õ.
+        root_buffer: Momentum of the trained skeleton paths; None without momentum.
+        root_fresh: Whether that is new.
+    """
+
+    groups: Groups
+    grads: Sequence[Tensor | None]
+    buffers: Sequence[Tensor | None]
+    fresh: list[bool]
+    incoming: Tensor
+    outgoing: Tensor
+    root_buffer: Tensor | None
+    root_fresh: bool
+
+
 class Tile(NamedTuple):
     """Work of one program: `loops` tiles of rows × width, side by side or one below the other.
 
