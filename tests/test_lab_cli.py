@@ -22,7 +22,7 @@ from gspace.lab.archive import short_recipe
 from gspace.lab.lock import locked
 from gspace.lab.queue import read_queue
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import CHECKPOINT, SUMMARY, read_run
+from gspace.lab.record import CHECKPOINT, METRICS, SUMMARY, open_run, read_run
 from gspace.lab.tables import EXPERIMENTS
 from gspace.lab.train import Progress
 
@@ -158,6 +158,7 @@ def test_reproduce_runs_reports_and_then_repeats_its_bytes(tmp_path: Path, capsy
     checkpoints = {path: path.stat().st_mtime_ns for path in tmp_path.rglob(CHECKPOINT)}
     assert len(checkpoints) == 1
     assert main(*arguments) == 0
+    assert capsys.readouterr().out.splitlines() == [*map(str, written), "1 run, finished before"]
     assert [path.read_bytes() for path in written] == contents
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob(CHECKPOINT)} == checkpoints
 
@@ -200,17 +201,20 @@ def test_committed_records_count_as_finished(tmp_path: Path, capsys: pytest.Capt
         assert main(*listing, *more) == 0
         return list(json.loads(capsys.readouterr().out))
 
+    def listed_after(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+        assert main("train", "--queue", tmp_path / "jobs.json", "--out", tmp_path / "runs", "--json") == 0
+        assert main("report", tmp_path / "runs", "--export", tmp_path / "results") == 0
+        capsys.readouterr()
+        return listed("--out", tmp_path / "none", "--results", tmp_path / "results")
+
     before = listed("--out", tmp_path / "none")
-    (tmp_path / "jobs.json").write_text(json.dumps(before[1:]))
-    assert main("train", "--queue", tmp_path / "jobs.json", "--out", tmp_path / "runs", "--json") == 0
-    assert main("report", tmp_path / "runs", "--export", tmp_path / "results") == 0
-    capsys.readouterr()
-    after = listed("--out", tmp_path / "none", "--results", tmp_path / "results")
     assert len(before) == 4
-    assert after[0] == before[0]  # not finished
-    (winner,) = {recipe.get("lr", 0.1) for recipe in after[1:]}  # 0.1 is the default
-    assert winner in {recipe.get("lr", 0.1) for recipe in before[1:]}
-    assert not any("validation" in recipe for recipe in after[1:])
+    assert listed_after(before[1:]) == before[:1]  # a grid is decided when all of it is finished
+    after = listed_after(before[:1])
+    (winner,) = {recipe.get("lr", 0.1) for recipe in after}  # 0.1 is the default
+    assert winner in {recipe.get("lr", 0.1) for recipe in before}
+    assert not any("validation" in recipe for recipe in after)
 
 
 # Mistakes
@@ -252,6 +256,13 @@ def corrupted_checkpoint(folder: Path) -> None:
     (run / CHECKPOINT).write_bytes(content)
 
 
+def curve_without_points(folder: Path) -> None:
+    assert main(*TINY, "--out", folder) == 0
+    (run,) = folder.glob("digits-*")
+    (run / SUMMARY).unlink()
+    (run / METRICS).unlink()
+
+
 def recipe_file(text: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         (folder / "recipe.json").write_text(text)
@@ -276,6 +287,31 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     "malicious pickle": (malicious_pickle, [*TINY, "--data", "cifar10", "--data-dir", ROOT], 3, "cifar-10-batches-py"),
     "unwritable folder": (a_file_in_the_way, [*TINY, "--out", f"{ROOT}/out"], 4, "cannot write"),
     "bad field": (recipe_file('{"epochs": 1, "lrr": 1}'), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "'lr'?"),
+    "bad field's file": (
+        recipe_file('{"epochs": 1, "lrr": 1}'),
+        ["train", "--recipe", f"{ROOT}/recipe.json", "--lr", "1"],
+        2,
+        f"{ROOT}/recipe.json: unknown recipe field 'lrr'",
+    ),
+    "bad value's file": (
+        recipe_file('{"epochs": -1}'),
+        ["train", "--recipe", f"{ROOT}/recipe.json"],
+        2,
+        f"{ROOT}/recipe.json: epochs must be at least 0",
+    ),
+    "bad flag beside a file": (
+        recipe_file('{"epochs": 1}'),
+        ["train", "--recipe", f"{ROOT}/recipe.json", "--lr", "-1"],
+        2,
+        "error: lr must be at least 0",
+    ),
+    "bad field in a queue": (
+        recipe_file('[{"epochs": 1}, {"epochs": 1, "lrr": 1}]'),
+        ["train", "--queue", f"{ROOT}/recipe.json"],
+        2,
+        f"{ROOT}/recipe.json, recipe 2 of 2: unknown recipe field 'lrr'",
+    ),
+    "demo on a file": (a_file_in_the_way, ["demo", "--out", f"{ROOT}/out"], 4, f"cannot write {ROOT}/out"),
     "bad file": (recipe_file("{"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "recipe.json cannot be read"),
     "list as recipe": (recipe_file("[]"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "holds no JSON object"),
     "unknown name": (nothing, [*TINY, "--optimizer", "gsdg"], 2, "did you mean 'gsgd'?"),
@@ -300,6 +336,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     "GPU asked, none here": (nothing, [*TINY, "--device", "cuda:7"], 5, "CUDA devices are here"),
     "unknown device": (nothing, [*TINY, "--device", "abacus"], 5, "try cpu, cuda or auto"),
     "corrupted checkpoint": (corrupted_checkpoint, [*TINY, "--out", ROOT], 4, "is damaged (SHA-256 differs)"),
+    "curve behind its checkpoint": (curve_without_points, [*TINY, "--out", ROOT], 4, "metrics.jsonl has no point at"),
     "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of seeds"),
     "bad minutes": (nothing, [*TINY, "--minutes", "-1"], 2, "is not a positive number"),
     "queue that is none": (recipe_file("3"), ["train", "--queue", f"{ROOT}/recipe.json"], 2, "is no list of recipes"),
@@ -328,7 +365,7 @@ def test_a_mistake_is_one_line_with_its_code_and_loses_nothing(
     assert (found, out) == (code, ""), err
     assert err.startswith("gspace: error: ")
     assert err.count("\n") == 1, err
-    assert says in err
+    assert says.replace(ROOT, str(root)) in err
     after = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and path.name != ".lock"}
     assert after == before
     assert not list(tmp_path.rglob("malice-was-here"))
@@ -358,6 +395,83 @@ def test_a_run_in_use_is_refused(tmp_path: Path) -> None:
     assert result.returncode == 4
     assert f"is in use by process {os.getpid()}" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("held", [0, 2])
+def test_runs_in_use_among_several_are_left_and_said_last(
+    held: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipes = [Recipe(epochs=0.5, hidden=(4,), seed=seed) for seed in range(4)]
+    several = [*TINY, "--seeds", "0-3", "--out", tmp_path]
+    with open_run(tmp_path, recipes[held]), open_run(tmp_path, recipes[3]):
+        assert main(*several) == 4
+        out, err = capsys.readouterr()
+        assert out.count("held by another process, left to it\n") == 2
+        assert err == "2 of 4 runs left to other processes: run again when they have ended\n"
+        assert main(*several, "--json") == 4
+        ended = json.loads(capsys.readouterr().out)
+    assert [one["summary"] is None for one in ended] == [k in (held, 3) for k in range(4)]
+    assert main(*several) == 0
+    assert "left to" not in capsys.readouterr().err
+
+
+def test_a_shared_queue_may_leave_runs_to_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipes = [Recipe(epochs=0.5, hidden=(4,), seed=seed) for seed in range(2)]
+    for jobs in (recipes, recipes[:1]):
+        (tmp_path / "jobs.json").write_text(json.dumps([short_recipe(recipe) for recipe in jobs]))
+        with open_run(tmp_path / "runs", recipes[0]):
+            assert main("train", "--queue", tmp_path / "jobs.json", "--out", tmp_path / "runs", "--device", "cpu") == 0
+        assert capsys.readouterr().err == f"1 of {len(jobs)} runs left to other processes\n"
+
+
+def test_a_table_whose_runs_are_in_use_is_reported_without_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*FEW[:-3], "sgd,gsgd", *FEW[-2:], "--data-dir", tmp_path / "nothing", "--out", tmp_path / "runs"]
+    assert main(*arguments, "--list", "--json") == 0
+    first, second = (Recipe.from_dict(fields) for fields in json.loads(capsys.readouterr().out))
+    with open_run(tmp_path / "runs", first):
+        assert main(*arguments) == 4
+    out, err = capsys.readouterr()
+    assert f"{first.folder}: held by another process" in out
+    assert err == "1 of 2 runs left to other processes: run again when they have ended\n"
+    assert (tmp_path / "runs" / "report" / "table-1" / "report.md").exists()
+    assert read_run(tmp_path / "runs" / second.folder).summary is not None
+    assert read_run(tmp_path / "runs" / first.folder).summary is None
+
+
+def test_a_demo_whose_runs_are_in_use_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, (recipe, _) = next(iter(demo.NETWORKS.items()))
+    short = recipe.but(epochs=0.25, eval_every=5)
+    monkeypatch.setattr(demo, "NETWORKS", {name: (short, 1)})
+    with open_run(tmp_path / "runs", demo.SGD.on(short)):
+        assert main("demo", "--out", tmp_path) == 4
+    out, err = capsys.readouterr()
+    assert "1 of 5 runs left to other processes" in err
+    assert str(tmp_path / "report" / "report.md") in out
+
+
+def test_runs_that_are_all_finished_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    several = [*TINY, "--seeds", "0-4", "--out", tmp_path]
+    assert main(*several) == 0
+    assert "before" not in capsys.readouterr().out
+    assert main(*several) == 0
+    assert capsys.readouterr() == ("5 runs, all finished before\n", "")
+    assert main(*several, "--json") == 0
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)) == 5
+    assert err == "5 runs, all finished before\n"
+
+
+def test_the_end_of_the_minutes_is_said_with_the_way_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = ["train", "--iterations", "10000000", "--hidden", "4", "--device", "cpu", "--out", tmp_path]
+    assert main(*long, "--minutes", "0.02", "--json") == 128 + signal.SIGALRM
+    err = capsys.readouterr().err
+    assert re.fullmatch(
+        r"gspace: error: the 0\.02 minutes are over at iteration \d+ of 10000000; run again to continue\n", err
+    )
 
 
 def test_an_interrupted_command_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,17 +17,17 @@ import torch
 from torch.nn import functional as F
 
 from gspace import GSGD, init_skeleton_
-from gspace.lab import cli
+from gspace.lab import cli, queue
 from gspace.lab.data import load
 from gspace.lab.engine import Engine, restore, snapshot
 from gspace.lab.errors import BusyError, DeviceError, Interrupted, RecipeError, RecordError
 from gspace.lab.learners import Single, initial_model, loss_and_errors
 from gspace.lab.queue import batches, main, read_queue
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import open_run, read_run
+from gspace.lab.record import Run, open_run, read_run
 from gspace.lab.schedule import drops, learning_rate, steps_per_epoch, total_iterations
 from gspace.lab.stacked import activations, largest_stack, losses_and_gradients, matrices, stack, stackable
-from gspace.lab.train import Progress, train, train_many
+from gspace.lab.train import Progress, stop_requests, train, train_many
 from gspace.lab.transform import epoch_rows, feed
 
 SMALL = Recipe(epochs=2, batch_size=64, hidden=(16, 12), eval_every=7)
@@ -322,6 +323,90 @@ def test_a_damaged_checkpoint_stops_the_run_and_loses_nothing(tmp_path: Path) ->
     assert {p: p.read_bytes() for p in (tmp_path / SMALL.folder).iterdir()} == before
 
 
+DAMAGED_CURVES: dict[str, Callable[[Path], object]] = {
+    "deleted": Path.unlink,
+    "emptied": lambda path: path.write_bytes(b""),
+    "without its last line": lambda path: path.write_text("".join(path.read_text().splitlines(True)[:-1])),
+    "without its first line": lambda path: path.write_text("".join(path.read_text().splitlines(True)[1:])),
+    "cut within a line": lambda path: path.write_bytes(path.read_bytes()[:-2]),
+}
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("damage", DAMAGED_CURVES)
+def test_a_curve_behind_its_checkpoint_stops_the_run_and_loses_nothing(
+    tmp_path: Path, damage: str, stacked: bool
+) -> None:
+    recipes = [SMALL.but(seed=seed) for seed in range(3 if stacked else 1)]
+
+    def again(out: Path, **session: Any) -> object:
+        return train_many(recipes, out, **session) if stacked else train(SMALL, out, **session)
+
+    with pytest.raises(Interrupted):
+        again(tmp_path / "a", stop=stop_at(16))  # points at 7 and 14
+    path = tmp_path / "a" / recipes[-1].folder / "metrics.jsonl"
+    DAMAGED_CURVES[damage](path)
+    before = contents(tmp_path)
+    checkpoint = tmp_path / "a" / SMALL.folder / "checkpoint"
+    iteration = 14 if damage in ("without its last line", "cut within a line") else 7
+    says = f"{path} has no point at iteration {iteration}, but the checkpoint is at 16: delete {checkpoint} to start"
+    for _ in range(2):
+        with pytest.raises(RecordError) as caught:
+            again(tmp_path / "a")
+        assert str(caught.value).startswith(says)
+        assert caught.value.exit_code == 4
+        assert contents(tmp_path) == before
+    checkpoint.unlink()  # the way out that the message names
+    again(tmp_path / "a")
+    again(tmp_path / "b")
+    for recipe in recipes:
+        assert curve(tmp_path / "a", recipe) == curve(tmp_path / "b", recipe)
+        assert result(tmp_path / "a", recipe) == result(tmp_path / "b", recipe)
+
+
+def test_a_curve_behind_the_last_checkpoint_is_noticed(tmp_path: Path) -> None:
+    train(SMALL, tmp_path)
+    folder = tmp_path / SMALL.folder
+    (folder / "summary.json").unlink()  # killed after the last checkpoint, before the summary
+    lines = (folder / "metrics.jsonl").read_text().splitlines(True)
+    assert train(SMALL, tmp_path)["iteration"] == 44
+    (folder / "summary.json").unlink()
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(RecordError, match="no point at iteration 44, but the checkpoint is at 44"):
+        train(SMALL, tmp_path)
+
+
+def test_a_stack_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    """Then its members point to a checkpoint that is not there; the first of them was trained twice."""
+
+    def die(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    recipes = [SMALL.but(seed=seed) for seed in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        train_many(recipes, tmp_path / "a", watch=die)
+    assert not (tmp_path / "a" / SMALL.folder / "checkpoint").exists()
+    train_many(recipes, tmp_path / "a")
+    train_many(recipes, tmp_path / "b")
+    for recipe in recipes:
+        assert result(tmp_path / "a", recipe) == result(tmp_path / "b", recipe)
+
+
+def test_the_curves_of_a_stack_are_safe_before_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = [SMALL.but(seed=seed) for seed in range(3)]
+    events: list[str] = []
+    sync, save = Run.sync, Run.save
+    monkeypatch.setattr(Run, "sync", lambda run: (events.append(f"sync {run.recipe.seed}"), sync(run)))
+    monkeypatch.setattr(Run, "save", lambda run, state: (save(run, state), events.append(f"save {run.recipe.seed}")))
+    with pytest.raises(Interrupted):
+        train_many(recipes, tmp_path, stop=stop_at(8))
+    assert events[-4:] == ["sync 1", "sync 2", "sync 0", "save 0"]
+
+
 # Forks before torch has any thread, so that twenty starts cost no twenty imports. Half of the kills come soon after the
 # start, half soon after some progress. Arguments: the run folders' parent, the recipe.
 KILLED = """
@@ -413,8 +498,67 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_its_exit_code(tmp_path: Pa
 
 def test_minutes_end_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(tmp_path, [LONG], "--minutes", "0.02", "--quiet")) == 128 + signal.SIGALRM
-    assert "stopped by SIGALRM at iteration" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"the 0\.02 minutes are over at iteration \d+ of 10000000; run again to continue\n", err)
     assert (tmp_path / "runs" / LONG.folder / "checkpoint").exists()
+
+
+def test_the_time_limit_ends_with_its_runs() -> None:
+    with stop_requests(minutes=10) as stop:
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 500
+        assert stop() is None
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_time_limit_between_two_runs_is_named(tmp_path: Path) -> None:
+    session = queue.Session(stop=lambda: signal.SIGALRM, minutes=1.0)
+    with pytest.raises(Interrupted, match=f"^the minute is over before {SMALL.folder}; run again to continue$"):
+        queue.run_queue([SMALL], tmp_path, session)
+
+
+def test_a_signal_that_is_no_time_limit_keeps_its_name(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted, match=r"^stopped by SIGALRM at iteration 1 of 44; run again to continue$"):
+        train(SMALL, tmp_path, stop=lambda: signal.SIGALRM)
+
+
+@pytest.mark.parametrize("held", [0, 1, 2])
+@pytest.mark.parametrize("base", [SMALL, CNN], ids=["stacked", "single"])
+def test_what_others_hold_is_left_and_the_rest_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], base: Recipe, held: int
+) -> None:
+    recipes = [base.but(seed=seed) for seed in range(3)]
+    with open_run(tmp_path / "runs", recipes[held]):
+        assert main(arguments(tmp_path, recipes, "--quiet")) == 0  # several processes share a queue
+    out, err = capsys.readouterr()
+    assert f"{recipes[held].folder}: held by another process, left to it\n" in out
+    assert err == "1 of 3 runs left to other processes\n"
+    finished = [read_run(tmp_path / "runs" / recipe.folder).summary is not None for recipe in recipes]
+    assert finished == [k != held for k in range(3)]
+
+
+def test_a_finished_run_that_another_process_holds_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipes = [SMALL.but(seed=seed) for seed in range(2)]
+    train_many(recipes, tmp_path / "runs")
+    with open_run(tmp_path / "runs", recipes[0]):
+        assert main(arguments(tmp_path, recipes)) == 0
+    assert capsys.readouterr() == ("2 runs, all finished before\n", "")
+
+
+@pytest.mark.parametrize(
+    ("tally", "shared", "code"),
+    [
+        (queue.Tally(3), False, 0),
+        (queue.Tally(3, held=1), False, BusyError.exit_code),
+        (queue.Tally(3, held=1), True, 0),
+        (queue.Tally(3, failed=1, held=1), False, 1),
+        (queue.Tally(3, failed=1, held=1), True, 1),
+        (queue.Tally(), False, 0),
+    ],
+)
+def test_the_exit_code_of_a_list(tally: queue.Tally, shared: bool, code: int) -> None:
+    assert queue.conclude(tally, shared=shared) == code
 
 
 def test_two_processes_share_a_queue(tmp_path: Path) -> None:
@@ -440,7 +584,9 @@ def test_a_queue_goes_on_after_a_failure(tmp_path: Path, capsys: pytest.CaptureF
     assert "batch_size 2000 is more than the 1438 training images" in shown.err
     assert f"{SMALL.folder}: status finished" in shown.out
     assert main(arguments(tmp_path, [SMALL])) == 0
-    assert capsys.readouterr().out == ""  # finished runs are not run again
+    assert capsys.readouterr().out == "1 run, finished before\n"
+    assert main(arguments(tmp_path, [])) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_a_bad_queue_is_refused_on_one_line(tmp_path: Path) -> None:
@@ -449,6 +595,16 @@ def test_a_bad_queue_is_refused_on_one_line(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(RecipeError, match=message):
             read_queue(path)
+
+
+def test_a_bad_recipe_of_a_queue_is_named_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.json"
+    for bad, message in (({"epochs": 1, "lrr": 1}, "unknown recipe field 'lrr'"), ({}, "either iterations or epochs")):
+        path.write_text(json.dumps([{"epochs": 1}, bad, {"epochs": 2}]))
+        with pytest.raises(RecipeError) as caught:
+            read_queue(path)
+        assert str(caught.value).startswith(f"{path}, recipe 2 of 3: ")
+        assert message in str(caught.value)
 
 
 def test_neighbours_are_stacked_and_doubles_run_once() -> None:

@@ -23,9 +23,9 @@ from gspace.lab.engine import Engine
 from gspace.lab.experiment import Cell, Experiment, Scores, Variant, jobs, seeds
 from gspace.lab.learners import initial_model
 from gspace.lab.optimizers import build_optimizer
-from gspace.lab.queue import run_queue
+from gspace.lab.queue import Tally, conclude, run_queue
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import SUMMARY
+from gspace.lab.record import SUMMARY, make_folder
 from gspace.lab.report import assemble, publish
 from gspace.lab.tables import CONTROLS, G_SGD, PATH_SGD, SGD
 from gspace.lab.tabulate import MEASURES, Found, outcome, write
@@ -61,26 +61,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows, trains, reports; 1 if a run failed."""
+    """Shows, trains, reports; 1 if a run failed, 4 if one is held by another process."""
+    runs = args.out / "runs"
+    make_folder(runs)
     torch.set_num_threads(1)  # networks this small gain nothing from a second thread, and wait for it on a busy machine
     console = Console(file=sys.stdout, highlight=False)
     source = feed(load("digits"), "standard", "none")
     console.print(symmetries(source))
     console.print(gaps(source))
-    runs = args.out / "runs"
     cells = Variant().cells(DEMO, lambda recipe: None)
-    failed = 0
+    tally = Tally()
     if all((runs / recipe.folder / SUMMARY).exists() for recipe in jobs(cells)):
         console.print(f"Trained before: delete {args.out} to see it again.", soft_wrap=True)
     else:
         with stop_requests() as stop, board(cells, console) as shown:
             session = Session(engine=Engine(device="cpu"), watch=shown.watch, stop=stop)
-            failed = run_queue(jobs(cells), runs, session)
+            tally = run_queue(jobs(cells), runs, session)
     records = read_records([runs])
     console.print(results(cells, {record.recipe: record for record in records}))
     written = publish(assemble(records, [DEMO], DEMO.command), args.out / "report")
     console.print("\n".join(str(path) for path in written), soft_wrap=True)
-    return 1 if failed else 0
+    return conclude(tally)
 
 
 def results(cells: Sequence[Cell], found: Found) -> Table:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
@@ -16,8 +15,9 @@ import torch
 from gspace.lab.data import load
 from gspace.lab.display import display
 from gspace.lab.engine import Engine
-from gspace.lab.errors import RecipeError, RecordError
-from gspace.lab.recipe import DEFAULTS, Recipe
+from gspace.lab.errors import RecipeError
+from gspace.lab.recipe import DEFAULTS, Recipe, check_fields
+from gspace.lab.record import make_folder
 from gspace.lab.train import Session, stop_requests
 
 MOST_SEEDS = 10_000
@@ -63,13 +63,9 @@ def engine(args: argparse.Namespace) -> Engine:
 @contextmanager
 def session(args: argparse.Namespace, runs: int) -> Iterator[Session]:
     """What the runs of one command have in common; shows their progress, and ends them cleanly on a signal."""
-    with display(runs, quiet=args.json) as shown, stop_requests() as stop:
-        if args.minutes is not None:
-            signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
-        try:
-            yield Session(args.data_dir, engine(args), shown.watch, shown.download if args.download else None, stop)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+    with display(runs, quiet=args.json) as shown, stop_requests(args.minutes) as stop:
+        download = shown.download if args.download else None
+        yield Session(args.data_dir, engine(args), shown.watch, download, stop, args.minutes)
 
 
 def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
@@ -80,10 +76,7 @@ def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
     if not args.download:
         for name in dict.fromkeys(recipe.data for recipe in recipes):
             load(name, args.data_dir)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordError(f"cannot write {args.out}: {error.strerror or error}") from error
+    make_folder(args.out)
 
 
 def alone(json_alone: bool) -> AbstractContextManager[object]:
@@ -107,12 +100,21 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe(args: argparse.Namespace) -> Recipe:
-    """The recipe file's fields, if one was named, and over them those given on the command line."""
+    """The recipe file's fields, if one was named, and over them those given on the command line.
+
+    The file is named in an error that the command line alone does not explain.
+    """
     given = {name: value for name in DEFAULTS if (value := getattr(args, name)) is not None}
-    base = _recipe_file(args.recipe) if args.recipe else {}
+    if not args.recipe:
+        return Recipe.from_dict(given)
+    check_fields(given)
+    base = _recipe_file(args.recipe)
     if "iterations" in given or "epochs" in given:  # one length replaces the other
         base = {name: value for name, value in base.items() if name not in ("iterations", "epochs")}
-    return Recipe.from_dict({**base, **given})
+    try:
+        return Recipe.from_dict({**base, **given})
+    except RecipeError as error:
+        raise RecipeError(f"{args.recipe}: {error}") from error
 
 
 def _recipe_file(path: Path) -> Mapping[str, Any]:

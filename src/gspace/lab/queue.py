@@ -5,25 +5,50 @@
 `jobs.json` is a list of recipes (the fields that are not at their default). A process takes the next run that is
 neither finished nor held by another one, and holds its folder while it works. MLPs that differ in seed and rate alone
 are taken together, as one stack. A run that fails is reported and left; running the queue again continues it.
+
+The exit code is 1 if a run failed, else 0, also if runs were left to other processes: they share the list, and each
+does its part. `gspace train --seeds` and `gspace reproduce` were asked for all of their runs and end in 4 instead.
 """
 
 import argparse
 import gc
 import json
-import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from gspace.lab.engine import Engine
 from gspace.lab.errors import BusyError, Interrupted, LabError, RecipeError
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import Line, Run, open_run
+from gspace.lab.record import SUMMARY, Line, Run, open_run
 from gspace.lab.stacked import stack_key, stackable
-from gspace.lab.train import Progress, Session, stop_requests, work_alone, work_in_stacks
+from gspace.lab.train import Progress, Session, interruption, stop_requests, work_alone, work_in_stacks
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What became of the runs of a list.
+
+    Attributes:
+        runs: How many there are.
+        failed: Could not be run.
+        held: Left to other processes.
+        before: Were finished already.
+    """
+
+    runs: int = 0
+    failed: int = 0
+    held: int = 0
+    before: int = 0
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(
+            self.runs + other.runs, self.failed + other.failed, self.held + other.held, self.before + other.before
+        )
 
 
 def read_queue(path: Path) -> list[Recipe]:
@@ -34,7 +59,14 @@ def read_queue(path: Path) -> list[Recipe]:
         raise RecipeError(f"{path} cannot be read: {error}") from error
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
         raise RecipeError(f"{path} is no list of recipes")
-    return [Recipe.from_dict(job) for job in jobs]
+    return [_entry(job, f"{path}, recipe {k} of {len(jobs)}") for k, job in enumerate(jobs, 1)]
+
+
+def _entry(job: Line, where: str) -> Recipe:
+    try:
+        return Recipe.from_dict(job)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from error
 
 
 def batches(recipes: Sequence[Recipe], largest: int) -> Iterator[list[Recipe]]:
@@ -46,51 +78,87 @@ def batches(recipes: Sequence[Recipe], largest: int) -> Iterator[list[Recipe]]:
             yield members[start : start + size]
 
 
-def run_queue(recipes: Sequence[Recipe], out: Path, session: Session, *, stack: int = 16) -> int:
-    """Works through the recipes; returns the number that failed. Raises `Interrupted` when a signal stops it."""
-    failed = 0
-    for members in batches(recipes, stack):
-        signum = session.stop() if session.stop else None
-        if signum:
-            raise Interrupted(f"stopped by {signal.Signals(signum).name} before {members[0].folder}", signum)
-        try:
-            _take(members, out, session)
-        except Interrupted:
-            raise
-        except LabError as error:
-            failed += len(members)
-            print(f"{members[0].folder}: {error}", file=sys.stderr)
-        except Exception:  # noqa: BLE001 -- one run must not keep the others from running; the traceback is shown
-            failed += len(members)
-            print(f"{members[0].folder}: failed\n{traceback.format_exc()}", file=sys.stderr)
+def run_queue(recipes: Sequence[Recipe], out: Path, session: Session, *, stack: int = 16) -> Tally:
+    """Works through the recipes; returns what became of them. Raises `Interrupted` when a signal stops it."""
+    tally = Tally()
+    later: list[list[Recipe]] = []
+    for members in batches(list(dict.fromkeys(recipes)), stack):
+        taken = _try(members, out, session, whole=True)
+        if taken is None:
+            later.append(members)
+        else:
+            tally += taken
+    for members in later:
+        tally += _try(members, out, session, whole=False) or Tally()
+    return tally
+
+
+def _try(members: Sequence[Recipe], out: Path, session: Session, *, whole: bool) -> Tally | None:
+    """Takes what is free, and says what fails."""
+    signum = session.stop() if session.stop else None
+    if signum:
+        raise interruption(signum, f"before {members[0].folder}", session.minutes)
+    try:
+        return _take(members, out, session, whole=whole)
+    except Interrupted:
+        raise
+    except LabError as error:
+        print(f"{members[0].folder}: {error}", file=sys.stderr)
+    except Exception:  # noqa: BLE001 -- one run must not keep the others from running; the traceback is shown
+        print(f"{members[0].folder}: failed\n{traceback.format_exc()}", file=sys.stderr)
+    finally:
         gc.collect()  # networks and CUDA graphs refer to themselves
-    return failed
+    return Tally(len(members), failed=len(members))
 
 
-def _take(members: Sequence[Recipe], out: Path, session: Session) -> None:
-    """Trains those members that are neither finished nor held by another process."""
+def _take(members: Sequence[Recipe], out: Path, session: Session, *, whole: bool) -> Tally | None:
+    """Trains those members that are neither finished nor held by another process.
+
+    All processes claim in this order, so whoever has the first of a stack is about to take all of it: with `whole`,
+    None if that is another process. What is free later it did not want.
+    """
     with ExitStack() as held:
         first = _claim(held, out, members[0])
-        if first is None:  # all processes claim in this order: whoever has the first takes the whole stack
-            return
-        others = (_claim(held, out, recipe) for recipe in members[1:])
-        runs = [first, *(run for run in others if run is not None)]
+        if first is None and len(members) > 1 and whole:
+            return None
+        claimed = [first, *(_claim(held, out, recipe) for recipe in members[1:])]
+        runs = [run for run in claimed if run is not None]
         unfinished = [run for run in runs if run.summary is None]
-        if stackable(members[0]):
+        taken = {run.recipe for run in runs}
+        left = [recipe for recipe in members if recipe not in taken and not (out / recipe.folder / SUMMARY).exists()]
+        for recipe in left:
+            print(f"{recipe.folder}: held by another process, left to it", flush=True)
+        if stackable(members[0]) and unfinished:
             work_in_stacks(runs, session)
         else:
             for run in unfinished:
                 work_alone(run, session)
         for run in unfinished:
             report(run.recipe, run.summary or {})
+        return Tally(len(members), held=len(left), before=len(members) - len(left) - len(unfinished))
 
 
 def _claim(held: ExitStack, out: Path, recipe: Recipe) -> Run | None:
     try:
         return held.enter_context(open_run(out, recipe))
     except BusyError:
-        print(f"{recipe.folder}: held by another process, left to it", flush=True)
         return None
+
+
+def conclude(tally: Tally, *, shared: bool = False) -> int:
+    """Says in a last line what the lines of the runs do not say, and returns the exit code.
+
+    Runs that other processes hold are an error, as one such run is, unless the list is `shared`: a queue is meant to be
+    worked on by several processes, and each of them has done its part when the rest is in the others' hands.
+    """
+    if tally.held:
+        hint = "" if shared else ": run again when they have ended"
+        print(f"{tally.held} of {tally.runs} runs left to other processes{hint}", file=sys.stderr, flush=True)
+    elif tally.runs and tally.before == tally.runs:
+        print("1 run, finished before" if tally.runs == 1 else f"{tally.runs} runs, all finished before", flush=True)
+    if tally.failed:
+        return 1
+    return BusyError.exit_code if tally.held and not shared else 0
 
 
 def report(recipe: Recipe, summary: Line) -> None:
@@ -139,11 +207,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint_seconds=options.checkpoint_seconds,
     )
     try:
-        with stop_requests() as stop:
-            if options.minutes is not None:
-                signal.setitimer(signal.ITIMER_REAL, 60 * options.minutes)
-            session = Session(options.data_dir, engine, None if options.quiet else show, stop=stop)
-            return 1 if run_queue(read_queue(options.queue), options.out, session, stack=options.stack) else 0
+        with stop_requests(options.minutes) as stop:
+            watch = None if options.quiet else show
+            session = Session(options.data_dir, engine, watch, stop=stop, minutes=options.minutes)
+            recipes = read_queue(options.queue)
+            return conclude(run_queue(recipes, options.out, session, stack=options.stack), shared=True)
     except LabError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -127,6 +127,13 @@ def check_name(what: str, name: Any, known: Collection[str]) -> str:
     raise RecipeError(f"unknown {what} {name!r}: {hint}")
 
 
+def check_fields(values: Mapping[str, Any]) -> None:
+    """An error if one of these fields, each by itself, can be in no recipe."""
+    hints = get_type_hints(Recipe)
+    for name, value in values.items():
+        _checked(name, hints[check_name("recipe field", name, DEFAULTS)], value)
+
+
 def _checked(name: str, kind: Any, value: Any) -> Any:
     """`value` as `kind`, within the field's choices and bounds."""
     if isinstance(kind, UnionType):

@@ -55,7 +55,7 @@ class Run:
     @property
     def summary(self) -> Line | None:
         """The result, if the run is finished."""
-        return _read_json(self.folder / SUMMARY, {"status": str})
+        return read_summary(self.folder)
 
     @property
     def metrics(self) -> list[Line]:
@@ -77,10 +77,14 @@ class Run:
         with _writing(self.folder / METRICS), (self.folder / METRICS).open("a") as file:
             file.write(_line(line))
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Replaces the checkpoint, once the curve up to it is safe."""
+    def sync(self) -> None:
+        """The curve, as far as it is written, outlives the machine."""
         with _writing(self.folder / METRICS), (self.folder / METRICS).open("a") as file:
             os.fsync(file.fileno())
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Replaces the checkpoint, once the curve up to it is safe."""
+        self.sync()
         buffer = io.BytesIO()
         torch.save(dict(state), buffer)
         payload = buffer.getbuffer()
@@ -102,6 +106,14 @@ class Run:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes the result; the run is finished."""
         write_json(self.folder / SUMMARY, summary)
+
+
+def make_folder(path: Path) -> None:
+    """Makes the folder if need be; one error for all runs that were to be written below it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecordError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -137,6 +149,11 @@ class Record:
     summary: Line | None
 
 
+def read_summary(folder: Path) -> Line | None:
+    """The result in a run folder; None if the run is not finished, or not begun."""
+    return _read_json(folder / SUMMARY, {"status": str})
+
+
 def read_run(folder: Path) -> Record:
     """A run folder, finished or not, locked or not."""
     path = folder / RECIPE
@@ -148,7 +165,7 @@ def read_run(folder: Path) -> Record:
         recipe=_recipe(path),
         sessions=tuple(environment["sessions"]),
         metrics=tuple(_read_lines(folder / METRICS)),
-        summary=_read_json(folder / SUMMARY, {"status": str}),
+        summary=read_summary(folder),
     )
 
 

@@ -15,7 +15,7 @@ from gspace.lab.cost import CPU, GPU, Machine, duration, estimate
 from gspace.lab.data import SETS, data_folder, read
 from gspace.lab.errors import RecipeError
 from gspace.lab.experiment import LENGTHS, Cell, Experiment, Scores, Variant, guessed, jobs
-from gspace.lab.queue import run_queue
+from gspace.lab.queue import Tally, conclude, run_queue
 from gspace.lab.recipe import Recipe, check_name
 from gspace.lab.record import Record
 from gspace.lab.report import as_json, assemble, publish
@@ -53,7 +53,7 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs what is not finished and writes the report; 1 if a run failed."""
+    """Runs what is not finished and writes the report; 1 if a run failed, 4 if one is held by another process."""
     experiment = EXPERIMENTS[check_name("experiment", args.name, EXPERIMENTS)]
     if args.quick and args.length != "1":
         raise RecipeError("--quick has a schedule of its own: leave --length out")
@@ -68,26 +68,28 @@ def run(args: argparse.Namespace) -> int:
         left = unfinished(cells(scores), scores)
         print(as_queue(left) if args.json else as_text(experiment, variant, cells(scores), scores))
         return 0
-    failed = work(cells, args)
+    tally = work(cells, args)
     document = assemble(recorded(args), [experiment], command(args))
     written = publish(document, args.report or args.out / "report" / experiment.name)
     print(as_json(document) if args.json else "\n".join(map(str, written)))
-    return 1 if failed else 0
+    with options.alone(args.json):
+        return conclude(tally)
 
 
-def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> int:
-    """Runs the cells, then those that their results decide, and so on; returns the number of failures."""
-    failed = 0
+def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> Tally:
+    """Runs the cells, then those that their results decide, and so on; returns what became of them."""
     tried: set[Recipe] = set()
     scores = scores_of(recorded(args))
+    before = sum(scores(recipe) is not None for recipe in jobs(cells(scores)))
+    tally = Tally(before, before=before)
     expected = unfinished(cells(guessed(scores)), scores)
     options.prepare(expected, args)
     with options.session(args, len(expected)) as session, options.alone(args.json):
         while todo := [recipe for recipe in unfinished(cells(scores), scores) if recipe not in tried]:
-            failed += run_queue(todo, args.out, session, stack=args.stack)
+            tally += run_queue(todo, args.out, session, stack=args.stack)
             tried.update(todo)
             scores = scores_of(recorded(args))
-    return failed
+    return tally
 
 
 def unfinished(cells: Sequence[Cell], scores: Scores) -> list[Recipe]:
@@ -147,18 +149,14 @@ def as_text(experiment: Experiment, variant: Variant, cells: Sequence[Cell], sco
     """The experiment in words, its runs per table and method, and what is left to pay."""
     lines = [f"{experiment.name}: {experiment.question}"]
     lines += [f"  {note}" for note in (*filter(None, (experiment.source, variant.label)), *experiment.notes)]
-    open_runs: list[Recipe] = []
     for part in dict.fromkeys(cell.part for cell in cells):
         lines.append(f"{part}:")
         for method in dict.fromkeys(cell.method for cell in cells if cell.part == part):
             runs = jobs([cell for cell in cells if (cell.part, cell.method) == (part, method)])
-            left = [recipe for recipe in runs if scores(recipe) is None]
-            open_runs += left
+            finished = sum(scores(recipe) is not None for recipe in runs)
             control = " (control)" if method.control else ""
-            lines.append(
-                f"  {method.key:20}{len(runs):5} runs, {len(runs) - len(left)} finished  {method.label}{control}"
-            )
-    left = list(dict.fromkeys(open_runs))
+            lines.append(f"  {method.key:20}{len(runs):5} runs, {finished} finished  {method.label}{control}")
+    left = unfinished(cells, scores)  # in the order in which they run: it decides what is stacked and compiled
     lines.append(f"left: {len(left)} runs, about {costs(left)}")
     return "\n".join(lines)
 

@@ -34,3 +34,13 @@ def learning_rate(recipe: Recipe, iteration: int, total: int) -> float:
 def evaluation_interval(recipe: Recipe, total: int) -> int:
     """Iterations between two points of the curve."""
     return recipe.eval_every if recipe.eval_every is not None else max(1, total // CURVE)
+
+
+def points(interval: int, total: int, iteration: int) -> list[int]:
+    """Where the curve has points once `iteration` is reached: every `interval` iterations, and at the end.
+
+    >>> points(7, 20, 15), points(7, 20, 20)
+    ([7, 14], [7, 14, 20])
+    """
+    last = [total] if iteration == total and total % interval else []
+    return [*range(interval, iteration + 1, interval), *last]

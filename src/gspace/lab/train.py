@@ -30,8 +30,8 @@ from gspace.lab.engine import Engine, arithmetic, capture, number_type
 from gspace.lab.errors import Interrupted, RecipeError, RecordError
 from gspace.lab.learners import Learner, Single, Stacked
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import Line, Run, environment, finite, open_run
-from gspace.lab.schedule import drops, evaluation_interval, learning_rate, steps_per_epoch, total_iterations
+from gspace.lab.record import CHECKPOINT, METRICS, Line, Run, environment, finite, open_run
+from gspace.lab.schedule import drops, evaluation_interval, learning_rate, points, steps_per_epoch, total_iterations
 from gspace.lab.seeds import derive
 from gspace.lab.stacked import largest_stack, stack_key, stackable
 from gspace.lab.transform import Feed, epoch_rows, feed
@@ -78,6 +78,7 @@ class Session:
         watch: Told of the progress.
         download: If given, data sets that are absent are downloaded, and this is told of it.
         stop: Number of the signal that asks to stop, or None; signals are caught for the call's time if left out.
+        minutes: The time after which `stop` gives SIGALRM, if there is such a limit.
     """
 
     data_dir: str | Path | None = None
@@ -85,6 +86,7 @@ class Session:
     watch: Watch | None = None
     download: DownloadProgress | None = None
     stop: Stop | None = None
+    minutes: float | None = None
 
 
 def train(recipe: Recipe, out: str | Path, **session: Any) -> Line:
@@ -136,6 +138,8 @@ def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
             stacks[tuple(state["members"])] = state["kind"]
         elif run.summary is None:
             fresh.append(name)
+    begun = {name for members in stacks for name in members}  # also one whose own checkpoint was deleted
+    fresh = [name for name in fresh if name not in begun]
     size = largest_stack(runs[0].recipe, session.engine.resolve().device)
     for i in range(0, len(fresh), size):
         stacks[tuple(fresh[i : i + size])] = Single.kind if size == 1 else Stacked.kind
@@ -181,7 +185,7 @@ def _work(runs: Sequence[Run], learner: Callable[[Sequence[Recipe], Feed, Engine
             watches.append(stack.enter_context(_tensorboard(runs, loop.iteration)))
         stop = session.stop or stack.enter_context(stop_requests())
         loop.prepare(started)
-        loop.run(watches, stop)
+        loop.run(watches, stop, session.minutes)
 
 
 class Loop:
@@ -213,6 +217,7 @@ class Loop:
                 raise RecordError(
                     f"{host.folder} was begun as a {state['kind']} run: continue it as such, or delete it"
                 )
+            self._check_curves(state["iteration"])
             self.iteration, self.seconds, self.wall = state["iteration"], state["seconds"], state["wall"]
             self.learner.load(state["learner"])
             self.learner.totals.copy_(state["totals"])
@@ -221,6 +226,18 @@ class Loop:
             self.runs[k].rewind(self.iteration)
         for run in others:
             run.save(self._kind())
+
+    def _check_curves(self, iteration: int) -> None:
+        """A curve may be ahead of the checkpoint, if a kill came before the next one; what it lacks is lost."""
+        expected = points(self.interval, self.total, iteration)
+        for run in (self.runs[k] for k in self.active):
+            missing = sorted({*expected} - {line["iteration"] for line in run.metrics})
+            if missing:
+                again = "this run" if len(self.runs) == 1 else f"the {len(self.runs)} runs of its stack"
+                raise RecordError(
+                    f"{run.folder / METRICS} has no point at iteration {missing[0]}, but the checkpoint is at "
+                    f"{iteration}: delete {self.runs[0].folder / CHECKPOINT} to start {again} again"
+                )
 
     def _kind(self) -> Line:
         return {"kind": self.learner.kind, "members": [run.folder.name for run in self.runs]}
@@ -233,7 +250,7 @@ class Loop:
             torch.cuda.synchronize()
         self.overhead = time.perf_counter() - started
 
-    def run(self, watches: Sequence[Watch], stop: Stop) -> None:
+    def run(self, watches: Sequence[Watch], stop: Stop, minutes: float | None = None) -> None:
         """Iterates to the end, to divergence, or to a signal."""
         rows: Tensor | None = None
         rates: list[float] = []
@@ -261,9 +278,7 @@ class Loop:
             self._tell(watches, totals, lines, elapsed)
             if signum and self.iteration < self.total:
                 self._save()
-                name = signal.Signals(signum).name
-                where = f"at iteration {self.iteration} of {self.total}"
-                raise Interrupted(f"stopped by {name} {where}; run again to continue", signum)
+                raise interruption(signum, f"at iteration {self.iteration} of {self.total}", minutes)
             if time.perf_counter() - saved > self.engine.checkpoint_seconds:
                 self._save()
                 saved = time.perf_counter()
@@ -331,6 +346,8 @@ class Loop:
         return self.session * self.recipe.batch_size * len(self.runs)
 
     def _save(self) -> None:
+        for run in self.runs[1:]:
+            run.sync()
         self.runs[0].save(
             {
                 **self._kind(),
@@ -365,9 +382,24 @@ class Loop:
             )
 
 
+def interruption(signum: int, where: str, minutes: float | None) -> Interrupted:
+    """What ends the work: a signal, or a limit of time, which comes as SIGALRM.
+
+    >>> str(interruption(signal.SIGALRM, "at iteration 5 of 9", 90.0))
+    'the 90 minutes are over at iteration 5 of 9; run again to continue'
+    """
+    why = f"stopped by {signal.Signals(signum).name}"
+    if signum == signal.SIGALRM and minutes is not None:
+        why = "the minute is over" if minutes == 1 else f"the {minutes:g} minutes are over"
+    return Interrupted(f"{why} {where}; run again to continue", signum)
+
+
 @contextmanager
-def stop_requests() -> Iterator[Stop]:
-    """Turns SIGINT, SIGTERM and SIGALRM into a request that the loop reads; a second one acts as it always did."""
+def stop_requests(minutes: float | None = None) -> Iterator[Stop]:
+    """Turns SIGINT, SIGTERM and SIGALRM into a request that the loop reads; a second one acts as it always did.
+
+    With `minutes`, SIGALRM comes after that time.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
@@ -381,8 +413,12 @@ def stop_requests() -> Iterator[Stop]:
     for signum in STOPPING:
         signal.signal(signum, receive)
     try:
+        if minutes is not None:
+            signal.setitimer(signal.ITIMER_REAL, 60 * minutes)
         yield lambda: received[0] if received else None
     finally:
+        if minutes is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for signum, handler in before.items():
             signal.signal(signum, handler)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gspace.lab import options
 from gspace.lab.archive import short_recipe
-from gspace.lab.queue import read_queue, report, run_queue
-from gspace.lab.record import Line, read_run
+from gspace.lab.queue import Tally, conclude, read_queue, report, run_queue
+from gspace.lab.record import Line, read_summary
 from gspace.lab.train import train
 
 EXAMPLES = """examples:
@@ -39,24 +39,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; 1 if a run failed."""
+    """Trains; 1 if a run failed, 4 if one is held by another process (0 in a queue, see queue.py)."""
     if args.queue:
         recipes = read_queue(args.queue)
     else:
         one = options.recipe(args)
         recipes = [one.but(seed=seed) for seed in args.seeds] if args.seeds else [one]
     options.prepare(recipes, args)
-    failed = 0
+    tally = Tally()
     with options.session(args, len(recipes)) as session, options.alone(args.json):
-        if len(recipes) == 1:  # what goes wrong is then this command's error
+        if len(recipes) == 1 and not args.queue:  # what goes wrong is then this command's error
             report(recipes[0], train(recipes[0], args.out, **vars(session)))
         else:
-            failed = run_queue(recipes, args.out, session, stack=args.stack)
+            tally = run_queue(recipes, args.out, session, stack=args.stack)
     if args.json:
         ended: list[Line] = [
-            {"folder": str(args.out / recipe.folder), "recipe": short_recipe(recipe), "summary": record.summary}
+            {"folder": str(folder), "recipe": short_recipe(recipe), "summary": read_summary(folder)}
             for recipe in recipes
-            for record in [read_run(args.out / recipe.folder)]
+            for folder in [args.out / recipe.folder]
         ]
         print(json.dumps(ended, indent=1))
-    return 1 if failed else 0
+    with options.alone(args.json):
+        return conclude(tally, shared=args.queue is not None)
