@@ -1,13 +1,13 @@
 """What does stacking save? Five seeds of the paper's MLPs on Fashion-MNIST, trained one by one and as one stack.
 
-    OMP_WAIT_POLICY=passive python benchmarks/stack.py      # measures, about 20 minutes; needs Fashion-MNIST
+    python benchmarks/stack.py                              # measures, about 15 minutes; needs Fashion-MNIST
     python benchmarks/stack.py --table docs/stack.md        # writes the page from that record
 
 One epoch of each network of Tab. 6, [49:h:h:10], by SGD and by G-SGD, with the lab's recipes and training loop.
 The clock runs around the calls of `train` and of `train_many`: building, training, testing once, writing the run
 folders; the data set is in memory before. Both are measured in one process, in turns, the first of each pair by turns.
-With OMP_WAIT_POLICY=passive idle threads sleep; by default they spin, and one more process on the machine slows small
-networks several times over.
+The machine should have nothing else to do: by default OpenMP's idle threads spin, and one more process slows small
+networks several times over. With OMP_WAIT_POLICY=passive they sleep: that helps then, and is threefold slower here.
 
 A stack sums products in another order, and training magnifies rounding. So the losses are compared three times:
     float32: alone against stacked;
@@ -151,6 +151,9 @@ def page(record: dict[str, Any]) -> str:
 def measure(widths: Sequence[int], out: Path) -> None:
     """Measures these widths; rows of others that `out` has are kept."""
     rows = {(line["h"], line["method"]): line for line in json.loads(out.read_text())["rows"]} if out.exists() else {}
+    here = environment(
+        wait_policy=os.environ.get("OMP_WAIT_POLICY")
+    )  # now: the record itself is a file of the checkout
     print(HEADER, flush=True)
     for h in widths:
         for method in METHODS:
@@ -160,7 +163,7 @@ def measure(widths: Sequence[int], out: Path) -> None:
             ordered = [rows[key] for key in sorted(rows, key=lambda key: (key[0], key[1] != SGD.label))]
             record = {
                 "command": "python benchmarks/stack.py",
-                "environment": environment(wait_policy=os.environ.get("OMP_WAIT_POLICY")),
+                "environment": here,
                 "n": SEEDS,
                 "rows": ordered,
             }

@@ -475,17 +475,28 @@ def write(times: Sequence[Time], earlier: Sequence[Mapping[str, str]], path: Pat
     path.parent.mkdir(parents=True, exist_ok=True)
     here = environment()
     new = [{key: str(value) for key, value in {**asdict(t), **here}.items()} for t in times]
-
-    def what(row: Mapping[str, str]) -> tuple[str, ...]:
-        return tuple(
-            row[key] for key in ("section", "network", "mode", "precision", "momentum", "optimizer", "baseline")
-        )
-
-    measured = set(map(what, new))
+    measured = set(map(_what, _turns(new)))
+    kept = [row for group in _turns(earlier) if _what(group) not in measured for row in group]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=[*Time.__dataclass_fields__, *here])
         writer.writeheader()
-        writer.writerows([row for row in earlier if what(row) not in measured] + new)
+        writer.writerows(kept + new)
+
+
+def _turns(recorded: Sequence[Mapping[str, str]]) -> list[list[Mapping[str, str]]]:
+    """What was measured in the same turns: it ends with the baseline, again; a copy has turns of its own."""
+    groups: list[list[Mapping[str, str]]] = [[]]
+    for row in recorded:
+        groups[-1].append(row)
+        if row["optimizer"].endswith(" again") or row["optimizer"] == "copy":
+            groups.append([])
+    return [group for group in groups if group]
+
+
+def _what(group: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    first = group[0]
+    setting = (first[key] for key in ("section", "network", "mode", "precision", "momentum"))
+    return (*setting, *(row["optimizer"] for row in group))
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -537,14 +548,9 @@ def page(folder: Path) -> str:
     ]
     for device, name in (("GPU", "step-gpu.csv"), ("CPU", "step-cpu.csv")):
         recorded = read(folder / name)
-        where = sorted({"{machine}, torch {torch}, {threads} threads of the CPU".format(**row) for row in recorded})
+        where = sorted({"{machine}, torch {torch}, threads of the CPU: {threads}".format(**row) for row in recorded})
         lines += ["", f"## {device}", "", f"{'; '.join(where)}.", "", PAGE_HEADER] if recorded else []
-        turns: list[dict[str, str]] = []
-        for row in recorded:  # what was measured in the same turns ends with the baseline, again
-            turns.append(row)
-            if row["optimizer"].endswith(" again"):
-                lines += _compared(turns)
-                turns = []
+        lines += [line for group in _turns(recorded) for line in _compared(group)]
     return "\n".join(lines) + "\n"
 
 
@@ -558,7 +564,7 @@ def _compared(turns: Sequence[Mapping[str, str]]) -> list[str]:
     base = next(row for row in turns if row["optimizer"] == row["baseline"])
     lines = []
     for row in turns[:-1]:
-        if row["optimizer"] not in (FUSED, FOREACH, "copy"):
+        if row["optimizer"] not in (FUSED, FOREACH):
             times = [
                 f"{float(r['median_us']):.1f} ({float(r['p10_us']):.1f} to {float(r['p90_us']):.1f})"
                 for r in (base, row)
@@ -568,10 +574,6 @@ def _compared(turns: Sequence[Mapping[str, str]]) -> list[str]:
             ratios = [f"{float(r['ratio']):.3f}" for r in (row, turns[-1])]
             lines.append(f"| {' | '.join([*what, *times, *ratios, row['n'], row['note']])} |")
     return lines
-
-
-def _setting(row: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(row[key] for key in ("section", "network", "mode", "precision", "momentum"))
 
 
 SECTIONS: Mapping[str, Callable[[Setting], Iterator[list[Time]]]] = {

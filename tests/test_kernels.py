@@ -368,6 +368,157 @@ def test_a_gradient_that_is_not_finite_changes_nothing(way: str) -> None:
         assert not torch.equal(next(optimizer.model.parameters()), weights[0])
 
 
+def skip_a_step(optimizer: gspace.GSGD) -> None:
+    """What a GPU does with a gradient that is not finite; in the interpreter the host would refuse it before."""
+    next(optimizer.model.parameters()).grad.view(-1)[0] = float("nan")
+    assert optimizer._fast.step(optimizer)
+    assert fast.skipped_steps(optimizer) == 1
+
+
+def test_a_first_step_that_was_not_taken_leaves_momentum_new() -> None:
+    definition, optimizer = make("triton", momentum=0.9, dampening=0.5)
+    put(optimizer.model, gradients(optimizer.model, 7))
+    skip_a_step(optimizer)
+    run(definition, optimizer)
+    assert_equal(definition, optimizer)
+
+
+class Sparse(nn.Module):
+    """An embedding outside every unit, with sparse gradients, and a gain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(10, 5, sparse=True)
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+        self.gain = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.body(torch.sigmoid(self.tokens(x)))) * torch.sigmoid(self.gain)
+
+
+@pytest.mark.parametrize("where", ["a unit, beside a sparse gradient", "outside, and no unit has a gradient"])
+@pytest.mark.parametrize(
+    "options", [{}, {"foreach": True}, {"foreach": False}], ids=["default", "foreach", "definition"]
+)
+def test_what_is_left_to_the_definition_is_checked_too(where: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Sparse()
+    optimizer = gspace.GSGD(model, 0.1, example_input=torch.arange(4), **options)
+    model(torch.arange(4)).sum().backward()
+    bad = model.body[0].weight if where.startswith("a unit") else model.gain
+    bad.grad.view(-1)[0] = float("nan")
+    if bad is model.gain:
+        for p in model.body.parameters():
+            p.grad = None
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="is not finite"):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "decay on and off": [{"weight_decay": 0.1}, {"weight_decay": 0.0}],
+    "momentum on, off and on": [{"momentum": 0.9}, {"momentum": 0}, {"momentum": 0.5}],
+    "nesterov, maximize": [{"momentum": 0.9}, {"nesterov": True}, {"maximize": True}],
+    "rates": [{"lr": 0.1}, {"lr": 0.0}, {"lr": torch.tensor(0.02)}],
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_recorded_launches_notice_what_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the third step on a GPU gets the calls of the second again; here the interpreter does."""
+    pytest.importorskip("triton")
+    from gspace import kernels, launch
+
+    if DEVICE.type == "cuda":
+        pytest.skip("the GPU does so by itself")
+
+    def remembered(self: Any, kernel: str, programs: int, tensors: tuple[Any, ...], **options: Any) -> None:
+        def call() -> None:
+            getattr(kernels, kernel)[(programs,)](*tensors, **options)
+
+        key = (kernel, programs, *options.values())
+        if key in self.compiled:
+            self._run(call)
+        else:
+            call()
+            self.compiled[key], self.complete = (call, []), False
+
+    monkeypatch.setattr(launch.FusedStep, "_launch", remembered)
+    definition, optimizer = make("triton", max_path_grad_norm=0.1 if name == "rates" else None)
+    for p in optimizer.model.parameters():
+        p.grad = torch.zeros_like(p)  # gradients stay where they are
+    replays = 0
+    for seed, change in enumerate([{}, *CHANGES[name]]):
+        for o in (definition, optimizer):
+            o.param_groups[0].update(change)
+        for k in range(3):
+            grads = gradients(definition.model, 10 * seed + k)
+            put(definition.model, grads)
+            for p, new in zip(optimizer.model.parameters(), grads, strict=True):
+                p.grad.copy_(new)
+            definition.step()
+            calls = optimizer._fast.way.calls
+            optimizer.step()
+            replays += calls is optimizer._fast.way.calls and len(calls) > 0
+    assert replays >= 2
+    assert_equal(definition, optimizer)
+
+
+def test_rates_that_only_the_device_knows_are_told_from_zero() -> None:
+    pytest.importorskip("triton")
+    from gspace import launch, tables
+
+    cpu, elsewhere = torch.device("cpu"), torch.tensor(0.1, device="meta")
+    assert launch._rate(0.0, cpu) == launch._rate(torch.tensor(0.1), cpu) == 0
+    assert launch._rate(elsewhere.double(), torch.device("meta")) == launch._rate(elsewhere, cpu) == -1
+    group = {"lr": elsewhere, "momentum": 0, "dampening": 0, "nesterov": False, "weight_decay": 0.5, "maximize": True}
+    assert list(tables.hyper_parameters([group], read=False)) == [0, 0, 0, 0, 0.5, -1]
+    with pytest.raises(RuntimeError, match="meta"):
+        tables.hyper_parameters([group], read=True)
+
+
+def test_guards_set_later_count() -> None:
+    definition, optimizer = make("native")
+    run(definition, optimizer)
+    for o in (definition, optimizer):
+        o.max_drift = 1.0001
+        put(o.model, gradients(o.model, 7))
+        o.step()
+    assert_equal(definition, optimizer)
+
+
+def test_weights_that_lie_otherwise_at_the_same_address_are_found() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    optimizer = gspace.GSGD(model, 0.1)
+    put(model, gradients(model, 0))
+    optimizer.step()
+    bound, seen = optimizer._fast, optimizer._now()
+    model[0].weight.data = model[0].weight.data.t()
+    assert bound.stale(optimizer)
+    storage = model[2].weight.data.untyped_storage()
+    model[2].weight.data = torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, (8, 8))
+    assert optimizer._now()[1] == seen[1]
+    assert optimizer._now() != seen
+
+
+@pytest.mark.gpu
+def test_a_rate_on_the_device_takes_late_and_sparse_gradients() -> None:
+    from gspace.optim import plain_sgd
+
+    a, b, table = (torch.ones(4, 2, device="cuda") for _ in range(3))
+    group = dict.fromkeys(("foreach", "fused")) | {"lr": torch.tensor(0.1, device="cuda"), "momentum": 0.9}
+    group |= {"weight_decay": 0, "dampening": 0, "nesterov": False, "maximize": False}
+    state: dict[Tensor, dict[str, Any]] = {p: {} for p in (a, b, table)}
+    plain_sgd(group, state, [a], [torch.ones_like(a)])
+    plain_sgd(group, state, [a, b], [torch.ones_like(a), torch.ones_like(b)])
+    assert torch.allclose(b, torch.full_like(b, 0.9))
+    sparse = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (4, 2), device="cuda")
+    plain_sgd({**group, "momentum": 0}, state, [table], [sparse])
+    assert torch.allclose(table[1], torch.full_like(table[1], 0.9))
+
+
 # Which way ------------------------------------------------------------------------------------------------------------
 
 

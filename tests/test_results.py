@@ -70,4 +70,8 @@ def test_the_pages_of_the_benchmarks_are_those_of_their_records() -> None:
     assert (ROOT / "docs" / "stack.md").read_text(encoding="utf-8") == benchmark("stack").page(stack)
     speed = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
     assert speed == benchmark("step").page(ROOT / "results")
-    assert speed.count("GSGD fused") > 30
+    compared = [line.split(" | ") for line in speed.splitlines() if " GSGD fused " in line]
+    assert len(compared) > 30
+    for cells in compared:
+        baseline, ours, ratio = (float(cells[k].split()[0]) for k in (7, 8, 9))
+        assert ours / baseline == pytest.approx(ratio, rel=0.01, abs=0.01 * ratio + 0.1 / baseline)

@@ -31,7 +31,7 @@ from gspace.trace import Inputs
 Reference = Literal["one", "balanced"]
 Allocation = Literal["fixed", "spread"]
 
-_VERSION = attrgetter("_version")
+_VERSION, _DTYPE = attrgetter("_version"), attrgetter("dtype")
 
 
 def on_skeleton(model: nn.Module, analysis: Analysis) -> bool:
@@ -157,9 +157,10 @@ class GSpaceOptimizer(Optimizer):
 
     # Keeping up with the model ----------------------------------------------------------------------------------------
 
-    def _now(self) -> tuple[list[int], list[int]]:
-        """What tells that others changed a weight: in place, or by moving it, also to another device or dtype."""
-        return list(map(_VERSION, self._weights)), list(map(Tensor.data_ptr, self._weights))
+    def _now(self) -> tuple[list[Any], ...]:
+        """What tells that others changed a weight: in place, by moving it (also to another device), or its dtype."""
+        weights = self._weights
+        return list(map(_VERSION, weights)), list(map(Tensor.data_ptr, weights)), list(map(_DTYPE, weights))
 
     def _mark(self) -> None:
         """The weights are those the coordinates belong to. Rounded to 16 bits they may not be: measure them again."""

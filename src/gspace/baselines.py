@@ -70,7 +70,7 @@ class PathSGD(Optimizer):
         lr, momentum, dampening, nesterov, weight_decay, maximize, foreach, fused: As in `torch.optim.SGD`.
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         interval: κ is computed every `interval` steps. The scales do not change in between, so the update still
-            commutes with them.
+            commutes with them. Captured in a CUDA graph, every replay does what the captured step did.
         example_input: A batch the model accepts; not needed where a linear layer comes first.
         analysis: The result of `analyze(model)`.
 

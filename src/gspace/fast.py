@@ -41,7 +41,7 @@ def step(optimizer: "GSGD") -> bool:
     if torch.compiler.is_compiling():
         return False
     bound = bind(optimizer)
-    if isinstance(bound, Bound) and bound.moved():
+    if isinstance(bound, Bound) and bound.stale(optimizer):
         optimizer._fast = None
         bound = bind(optimizer)
     return isinstance(bound, Bound) and bound.step(optimizer)
@@ -160,17 +160,24 @@ class Bound:
         self.way, self.parameters, self.groups, self.rest = way, list(parameters), list(groups), rest
         self.units = len(optimizer._weights)
         self.places, self.strides = addresses(parameters), [p.stride() for p in parameters]
+        self.settings = _settings(optimizer)
         self.dtypes = {p.dtype for p in parameters}
         self.nothing: list[Tensor | None] = [None] * len(parameters)
         self.never = [False] * len(parameters)
         self.complete = not any(rest)
 
-    def moved(self) -> bool:
-        return addresses(self.parameters) != self.places
+    def stale(self, optimizer: "GSGD") -> bool:
+        """Whether parameters lie elsewhere or otherwise in memory, or a guard was set, since this was made."""
+        return (
+            addresses(self.parameters) != self.places
+            or list(map(Tensor.stride, self.parameters)) != self.strides
+            or _settings(optimizer) != self.settings
+        )
 
     def step(self, optimizer: "GSGD") -> bool:
         grads = self._grads()
         if grads is None:
+            GSpaceOptimizer._refuse_non_finite(optimizer)  # the definition relies on it
             return False
         groups = optimizer.param_groups
         buffers, fresh, root_fresh = self.nothing, self.never, False
@@ -211,7 +218,7 @@ class Bound:
             buffer = optimizer.state[p].get("momentum_buffer") if has else None
             fresh.append(has and buffer is None)
             if has:
-                buffer = torch.empty_like(p) if buffer is None else _like(p, buffer)
+                buffer = torch.zeros_like(p) if buffer is None else _like(p, buffer)
                 optimizer.state[p]["momentum_buffer"] = buffer
             buffers.append(buffer)
         return buffers, fresh
@@ -223,6 +230,11 @@ class Bound:
                 del optimizer.state[p]["momentum_buffer"]
         if root_fresh:
             del optimizer._root_state["momentum_buffer"]
+
+
+def _settings(optimizer: "GSGD") -> tuple[Any, ...]:
+    o = optimizer
+    return o.max_ratio, o.max_drift, o.max_path_grad_norm, o.batch_norm, o.allocation
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:

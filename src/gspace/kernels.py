@@ -28,7 +28,7 @@ from gspace.tables import FEW, MORE, RECORD
 FIELDS = tl.constexpr(len(RECORD))
 # Hyper-parameters of a group, float64.
 LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER = (tl.constexpr(i) for i in range(7))
-FOLD, ROOT = tl.constexpr(11), tl.constexpr(7)
+FOLD, ROOT, SLOTS = tl.constexpr(11), tl.constexpr(7), tl.constexpr(128)
 SHALLOW, WIDER = tl.constexpr(FEW), tl.constexpr(MORE)
 PENDING, SKIP, SKIPPED = (tl.constexpr(i) for i in range(3))
 
@@ -207,13 +207,14 @@ def _fold(
 
 @triton.jit
 def fold_pass(
-    folds, grads, hyper, rates, partial, norms, free, sums, flags, groups,
+    folds, grads, hyper, rates, partial, norms, free, sums, flags, fresh, waiting, new, groups, buffers,
     LAST: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
     DEPTH: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Adds the partial sums of each item; from the sum over a unit's out-edges its free edge is taken away.
 
-    The first program also fetches learning rates and decays that lie on the device, for the passes behind it.
+    The first program also fetches learning rates and decays that lie on the device, and notes which momentum buffers
+    are new: those that are `fresh`, and those `waiting` since a step that was not taken.
     """
     fold = folds + tl.program_id(0) * FOLD
     if tl.load(fold + 1) <= SHALLOW:
@@ -225,6 +226,13 @@ def fold_pass(
         tl.store(flags + SKIP, found)
         tl.store(flags + SKIPPED, tl.load(flags + SKIPPED) + found)
         tl.store(flags + PENDING, 0)
+        for first in range(0, buffers, SLOTS):
+            slot = first + tl.arange(0, SLOTS)
+            exists = slot < buffers
+            is_fresh = tl.load(fresh + slot, mask=exists, other=0).to(tl.int32)
+            is_new = tl.maximum(is_fresh, tl.load(waiting + slot, mask=exists, other=0))
+            tl.store(new + slot, is_new, mask=exists)
+            tl.store(waiting + slot, is_new * found, mask=exists)
         for group in range(groups):
             _fetch(rates + 2 * group, hyper + group * HYPER + LR)
             _fetch(rates + 2 * group + 1, hyper + group * HYPER + DECAY)
@@ -233,7 +241,7 @@ def fold_pass(
 @triton.jit
 def _fetch(address, target):
     where = tl.load(address)
-    if where != 0:
+    if where > 0:
         tl.store(target, tl.load(where.to(tl.pointer_type(tl.float32))).to(tl.float64))
 
 

@@ -47,6 +47,8 @@ class FusedStep:
         self.shrink = torch.ones(1, dtype=network.dtype, device=weight.device)
         self.flags = torch.zeros(3, dtype=torch.int32, device=weight.device)
         self.header = Header(network.parameters, weight.device)
+        # Which momentum buffers are new, and which have been since a step that was not taken; the last are the roots'.
+        self.new, self.waiting = torch.zeros(2, len(network.parameters) + 1, dtype=torch.int32, device=weight.device)
         self.compiled: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
         self.last: tuple[Sent, list[int]] | None = None  # what the calls below were made for
         self.calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -90,7 +92,7 @@ class FusedStep:
         def fold(some: Tensor, last: bool) -> None:
             tensors = (
                 some, sent.grads, sent.hyper, sent.rates, net.partial, net.norms, free, net.sums, self.flags,
-                len(groups),
+                sent.fresh, self.waiting, self.new, len(groups), len(self.new),
             )  # fmt: skip
             options = {"WEIGHTED": net.weighted, "DEPTH": DEPTH, "ITEMS": net.fold_items}
             self._launch("fold_pass", len(some), tensors, LAST=last, **options, **self.kinds)
@@ -98,7 +100,7 @@ class FusedStep:
         def at_roots(gather: bool, move: bool) -> None:
             tensors = (
                 roots, lists, params, sent.grads, sent.hyper, net.sums, net.norms, self.flags, incoming, outgoing,
-                net.root_grad, self.shrink, root_buffer if has_momentum else self.shrink, sent.root_fresh,
+                net.root_grad, self.shrink, root_buffer if has_momentum else self.shrink, self.new[-1:],
                 net.ratio, net.raw, len(roots),
             )  # fmt: skip
             guards = {"MAX_RATIO": net.max_ratio, "MAX_DRIFT": net.max_drift}
@@ -118,7 +120,7 @@ class FusedStep:
 
         def update(apply: bool) -> None:
             tensors = (
-                chunks, params, sent.grads, sent.buffers, sent.fresh, sent.hyper, units, net.factors, net.norms,
+                chunks, params, sent.grads, sent.buffers, self.new, sent.hyper, units, net.factors, net.norms,
                 self.flags, self.shrink, net.squares, len(net.root),
             )  # fmt: skip
             options = {"NORMS": net.normalized, "TAPS": net.taps, "HAS_MOMENTUM": has_momentum, "HAS_DECAY": has_decay}
@@ -188,29 +190,25 @@ class Sent(NamedTuple):
 
     Attributes:
         grads, buffers: Where they are, per parameter.
-        fresh: Whether the buffer is new, per parameter.
-        root_fresh: The same of the buffer of the roots.
+        fresh: Whether the buffer is new, per parameter; the last is that of the roots.
         hyper: Hyper-parameters of each group, float64.
-        rates: Where the learning rate and decay of each group lie, if they are float32 tensors on the device; or 0.
+        rates: For the learning rate and decay of each group, see `_rate`.
         aligned: Every address is a multiple of 16 bytes.
     """
 
     grads: Tensor
     buffers: Tensor
     fresh: Tensor
-    root_fresh: Tensor
     hyper: Tensor
     rates: Tensor
     aligned: bool
 
 
-def _on_device(value: float | Tensor) -> bool:
-    return isinstance(value, Tensor) and value.device.type != "cpu"
-
-
-def _rate(value: float | Tensor) -> int:
-    """Its address, if the kernels can read it there."""
-    return value.data_ptr() if isinstance(value, Tensor) and value.is_cuda and value.dtype == torch.float32 else 0
+def _rate(value: float | Tensor, device: torch.device) -> int:
+    """0 for what the host knows; where it lies, if the kernels can read it there; -1 if it has to be copied."""
+    if not isinstance(value, Tensor) or value.device.type == "cpu":
+        return 0
+    return value.data_ptr() if value.dtype == torch.float32 and value.device == device else -1
 
 
 class Header:
@@ -231,8 +229,9 @@ class Header:
         groups = given.groups
         places = addresses(given.grads) + addresses(given.buffers)
         values = array("q", [*places, *given.fresh, given.root_fresh])
-        values.frombytes(hyper_parameters(groups).tobytes())
-        values.extend(_rate(group[key]) for group in groups for key in ("lr", "weight_decay"))
+        values.frombytes(hyper_parameters(groups, read=False).tobytes())
+        rates = [_rate(group[key], self.device) for group in groups for key in ("lr", "weight_decay")]
+        values.extend(rates)
         content = values.tobytes()
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self.last is not None and self.last[0] == content and not capturing:
@@ -240,15 +239,14 @@ class Header:
         else:
             aligned = functools.reduce(operator.or_, places, self.together) % 16 == 0
             there, n = self._send(torch.frombuffer(values, dtype=torch.int64), capturing), self.count
-            rates = 2 * len(groups)
-            parts = there.split([n, n, n, 1, len(there) - 3 * n - 1 - rates, rates])
-            sent = Sent(parts[0], parts[1], parts[2], parts[3], parts[4].view(torch.float64), parts[5], aligned)
+            parts = there.split([n, n, n + 1, len(there) - 3 * n - 1 - len(rates), len(rates)])
+            sent = Sent(parts[0], parts[1], parts[2], parts[3].view(torch.float64), parts[4], aligned)
             self.last = None if capturing else (content, sent)
         width = len(sent.hyper) // len(groups)
-        for i, group in enumerate(groups):
-            for at, key in ((0, "lr"), (4, "weight_decay")):
-                if _on_device(group[key]) and not _rate(group[key]):
-                    sent.hyper[i * width + at].copy_(group[key].reshape(()))
+        for k, rate in enumerate(rates):
+            if rate == -1:
+                value, at = (groups[k // 2]["lr"], 0) if k % 2 == 0 else (groups[k // 2]["weight_decay"], 4)
+                sent.hyper[k // 2 * width + at].copy_(value.reshape(()))
         return sent
 
     def _send(self, values: Tensor, capturing: bool) -> Tensor:

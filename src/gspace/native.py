@@ -145,7 +145,10 @@ class NativeStep:
     def step(self, given: Given) -> bool:
         """Moves parameters, buffers and coordinates in place; False, and nothing moved, if a gradient is not finite."""
         groups, grads, buffers, fresh, incoming, outgoing, root_buffer, root_fresh = given
-        header, hyper = array("q", [*addresses(grads), *addresses(buffers), *fresh]), hyper_parameters(groups)
+        header, hyper = (
+            array("q", [*addresses(grads), *addresses(buffers), *fresh]),
+            hyper_parameters(groups, read=True),
+        )
         self.plan.threads = min(torch.get_num_threads(), self.most_threads)
         taken = self.call(
             self.address,

@@ -225,11 +225,12 @@ def plain_sgd(group: dict[str, Any], state: Any, parameters: list[Tensor], direc
     if group["momentum"] != 0:
         buffers = [state[p].get("momentum_buffer") for p in parameters]
     lr, fused = group["lr"], group["fused"]
-    if fused is None and group["foreach"] is None and isinstance(lr, Tensor) and lr.is_cuda:
+    sparse = any(d.is_sparse for d in directions)
+    mixed = len({buffer is None for buffer in buffers}) > 1
+    if fused is None and group["foreach"] is None and isinstance(lr, Tensor) and lr.is_cuda and not (sparse or mixed):
         # torch's other ways read a rate on the device from the host: a wait, and no CUDA graph.
         lr, fused = lr.float(), True
     rest = ("weight_decay", "momentum", "dampening", "nesterov", "maximize", "foreach")
-    sparse = any(d.is_sparse for d in directions)
     options = {key: group[key] for key in rest}
     sgd(parameters, directions, buffers, has_sparse_grad=sparse, lr=lr, fused=fused, **options)
     for p, buffer in zip(parameters, buffers, strict=False):

@@ -229,20 +229,17 @@ def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
         return [0 if x is None else x.data_ptr() for x in tensors]
 
 
-def hyper_parameters(groups: Groups) -> "array[float]":
-    """Hyper-parameters as the passes read them; 0 for one that lies in a tensor on a device."""
+def hyper_parameters(groups: Groups, *, read: bool) -> "array[float]":
+    """Hyper-parameters as the passes read them. Those in tensors on a device: read, which waits for it, or 0."""
     numbers = array("d")
     for group in groups:
-        lr, decay = _number(group["lr"]), _number(group["weight_decay"])
+        lr, decay = (
+            0.0 if isinstance(x, Tensor) and x.device.type != "cpu" and not read else float(x)
+            for x in (group["lr"], group["weight_decay"])
+        )
         sign = -1.0 if group["maximize"] else 1.0
         numbers.extend((lr, group["momentum"], group["dampening"], group["nesterov"], decay, sign))
     return numbers
-
-
-def _number(value: float | Tensor) -> float:
-    if isinstance(value, Tensor):
-        return float(value) if value.device.type == "cpu" else 0.0
-    return value
 
 
 class Builder:
@@ -392,7 +389,8 @@ class Builder:
         folds = sorted(self.folds, key=lambda fold: fold[7] >= 0)
         norm_folds = sum(fold[7] < 0 for fold in folds)
         if norm_folds == len(folds):
-            folds.append([0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0])  # the last fold also decides whether the step is taken
+            # The first program of the last fold also decides whether the step is taken: there is always one.
+            folds.append([0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0])
         nothing = torch.empty(0, dtype=torch.long)
         behind = root[torch.cat([nothing, *self.tails])]
         order = behind.argsort(stable=True)
