@@ -2,9 +2,11 @@
 
 Users call `torch.set_default_device("cuda")`, or wrap their code in `with torch.device("cuda")`. "meta" stands in for
 "cuda" here: a tensor that the library makes without a device would be one without values, and what reads it fails or
-comes out different. Everything is compared bit by bit with the same call without a default device, and must lie where
-the parameters lie, on the CPU. Nothing is exempt: draws that a user asks for (`random_scales`, `init_skeleton_(sign=
-"random")`, `psi_flatness`) come from a CPU generator whatever the default device is, so that a seed means one thing.
+comes out different. Everything is compared with the same call without a default device, to rounding (LAPACK and oneDNN
+sum in an order that depends on where memory lies), and must lie where the parameters lie, on the CPU.
+
+Nothing is exempt: draws that a user asks for (`random_scales`, `init_skeleton_(sign="random")`, `psi_flatness`) come
+from a CPU generator whatever the default device is, so that a seed means one thing.
 """
 
 import copy
@@ -72,14 +74,15 @@ def assert_same(found: Any, expected: Any) -> None:
         assert at == there
         if isinstance(b, Tensor):
             assert a.device.type == b.device.type == "cpu", at
-            assert a.dtype == b.dtype, at
-            assert torch.equal(a, b), at
+            torch.testing.assert_close(a, b, equal_nan=True, msg=lambda message, at=at: f"{at}: {message}")
+        elif isinstance(b, float):
+            assert a == pytest.approx(b, rel=1e-5, abs=1e-9, nan_ok=True), at
         elif not callable(b):
             assert a == b, at
 
 
 def assert_unmoved(case: Case, problem: tuple[nn.Module, Tensor, Tensor]) -> None:
-    """`case` gives the same, bit by bit, whatever the default device is."""
+    """`case` gives the same whatever the default device is."""
     model, x, y = problem
     torch.manual_seed(1)
     expected = case(copy.deepcopy(model), x, y)
