@@ -10,15 +10,23 @@ tiles of ROWS × WIDTH, side by side or one below the other.
     units_pass   path ratios → the factors of every unit, and the coordinates after the step
     update_pass  weights and momentum buffers, skeleton entries included
 
+With EARLY a kernel lets the next one begin while it still runs; that one reads its tables and then waits for the rest
+(`gdc_wait`: programmatic dependent launch, for GPUs of compute capability 9 and above).
+
 Five launches, whatever the depth (seven with the paper's rule for BatchNorm or with clipping); no sum depends on the
 order in which programs run; nothing is read back by the host. A gradient that is not finite raises `flags[PENDING]` in
 `flow_pass`; the fold moves it to `flags[SKIP]`, and nothing that outlives the step is written while that is set.
 """
 
+from contextlib import suppress
+
 import triton
 import triton.language as tl
 
 from gspace.tables import FEW, MORE, RECORD
+
+with suppress(ImportError):  # before Triton 3.4, where no launch is EARLY
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Fields of a parameter's record.
 (
@@ -150,7 +158,7 @@ def _flow(
 def flow_pass(
     chunks, records, grads, index, norms, partial, flags,
     SUMS: tl.constexpr, NORMS: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Partial sums over one chunk.
 
@@ -158,10 +166,14 @@ def flow_pass(
     (NORMS alone) and then multiplies each w·g by the norm of its row (SUMS alone). WIDE: addresses are multiples of 16
     bytes.
     """
+    if EARLY:
+        gdc_launch_dependents()
     chunk = chunks + tl.program_id(0) * 4
     record = records + tl.load(chunk) * FIELDS
     grad = grads + tl.load(record + SLOT)
     group, row0, column0 = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
+    if EARLY and not (SUMS and NORMS):  # the paper's rule: behind another pass
+        gdc_wait()
     if tl.load(record + EVEN) != 0:
         _flow(
             record, grad, index, norms, partial, flags, group, row0, column0,
@@ -209,7 +221,7 @@ def _fold(
 def fold_pass(
     folds, grads, hyper, rates, partial, norms, free, sums, flags, fresh, waiting, new, groups, buffers,
     LAST: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
-    DEPTH: tl.constexpr, ITEMS: tl.constexpr,
+    DEPTH: tl.constexpr, ITEMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds the partial sums of each item; from the sum over a unit's out-edges its free edge is taken away.
 
@@ -217,7 +229,11 @@ def fold_pass(
     are new: those that are `fresh`, and those `waiting` since a step that was not taken.
     """
     fold = folds + tl.program_id(0) * FOLD
-    if tl.load(fold + 1) <= SHALLOW:
+    shallow = tl.load(fold + 1) <= SHALLOW
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    if shallow:
         _fold(fold, grads, hyper, partial, norms, free, sums, WEIGHTED, DTYPE, ACC, SHALLOW, ITEMS * WIDER)
     else:
         _fold(fold, grads, hyper, partial, norms, free, sums, WEIGHTED, DTYPE, ACC, DEPTH, ITEMS)
@@ -251,7 +267,7 @@ def roots_pass(
     ratio, raw, count,
     GATHER: tl.constexpr, MOVE: tl.constexpr, WEIGHTED: tl.constexpr, NORMS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     MAX_RATIO: tl.constexpr, MAX_DRIFT: tl.constexpr,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, ROOTS: tl.constexpr, LENGTH: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, ROOTS: tl.constexpr, LENGTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """GATHER: the inverse chain rule, q(r)/v. MOVE: momentum, path ratio, guards. Apart only when ∂ℓ/∂v is clipped.
 
@@ -262,6 +278,9 @@ def roots_pass(
     root = roots + at * ROOT
     unit = tl.load(root, mask=exists, other=0)
     group = tl.load(root + 6, mask=exists, other=0)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     value = tl.load(incoming + unit, mask=exists, other=1.0) * tl.load(outgoing + unit, mask=exists, other=1.0)
     if GATHER:
         start, length = tl.load(root + 1, mask=exists, other=0), tl.load(root + 2, mask=exists, other=0).to(tl.int32)
@@ -312,8 +331,9 @@ def roots_pass(
 
 @triton.jit
 def units_pass(
-    root, ratio, incoming, outgoing, factors, flags, count, SPREAD: tl.constexpr, ACC: tl.constexpr, UNITS: tl.constexpr
-):
+    root, ratio, incoming, outgoing, factors, flags, count,
+    SPREAD: tl.constexpr, ACC: tl.constexpr, UNITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Factors of each unit as tail and as head: what its gradients, weights and skeleton weights are multiplied by.
 
     `factors` is (3, 2, H + 1): 1/Ĩ and 1/Õ; m = 1/(R·c) and c, where c is the scale that spreads R, or 1; and R twice,
@@ -321,7 +341,11 @@ def units_pass(
     """
     u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
     exists = u < count
-    r = tl.load(ratio + tl.load(root + u, mask=exists, other=0), mask=exists, other=1.0)
+    place = tl.load(root + u, mask=exists, other=0)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    r = tl.load(ratio + place, mask=exists, other=1.0)
     c = tl.full([UNITS], 1.0, ACC)
     if SPREAD:
         c = tl.where(u > 0, 1 / tl.sqrt(tl.abs(r)), 1.0)
@@ -415,7 +439,7 @@ def update_pass(
     chunks, records, grads, buffers, fresh, hyper, index, factors, norms, flags, shrink, squares, units,
     APPLY: tl.constexpr, CLIP: tl.constexpr, NORMS: tl.constexpr, TAPS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     HAS_DECAY: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """w ← (w − lr·d·i)·m with i = 1/(Ĩ·Õ), d the direction of ∂ℓ/∂v = g·n·i; skeleton entries by their own factors.
 
@@ -428,6 +452,8 @@ def update_pass(
     slot = tl.load(record + SLOT)
     values = hyper + tl.load(record + GROUP) * HYPER
     group, row0, column0 = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
+    if EARLY:
+        gdc_wait()
     # A parameter outside every unit and without a gradient is left alone, as torch does.
     if (tl.load(flags + SKIP) == 0) & ((tl.load(record + UNIT) != 0) | (tl.load(grads + slot) != 0)):
         if tl.load(record + EVEN) != 0:

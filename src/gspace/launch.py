@@ -37,6 +37,12 @@ def refusal(layers: Sequence[Layer], weights: Sequence[Tensor], rule: BatchNormR
     return tables.refusal(layers, weights, rule, tile)
 
 
+def _dependent_launches(device: torch.device) -> bool:
+    """Whether a kernel may begin before the one in front of it has ended, and wait for it inside."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 class FusedStep:
     """One step on all parameters of a network."""
 
@@ -53,6 +59,8 @@ class FusedStep:
         self.last: tuple[Sent, list[int]] | None = None  # what the calls below were made for
         self.calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.complete = False  # whether these calls are the whole step
+        self.early = DIRECT and _dependent_launches(weight.device)
+        self.begun = False  # whether a pass of this step was launched
         types = {"DTYPE": weight.dtype, "ACC": network.dtype}
         self.kinds = {name: getattr(triton.language, DTYPES[dtype]) for name, dtype in types.items()}
 
@@ -68,7 +76,7 @@ class FusedStep:
                 for call, arguments in self.calls:
                     call(*arguments)
             else:
-                self.last, self.calls, self.complete = None, [], True
+                self.last, self.calls, self.complete, self.begun = None, [], True, False
                 self._passes(given, sent)
                 self.last = (sent, places) if self.complete else None
         torch.autograd.graph.increment_version(self.network.parameters)
@@ -153,6 +161,7 @@ class FusedStep:
 
     def _run(self, call: Callable[..., None], *arguments: Any) -> None:
         call(*arguments)
+        self.begun = call not in (_reciprocals, _shrink)  # torch's kernels do not announce themselves
         self.calls.append((call, arguments))
 
     def _launch(self, name: str, programs: int, tensors: tuple[Any, ...], **options: Any) -> None:
@@ -162,6 +171,10 @@ class FusedStep:
         whole step takes. What it looks for, dtypes and addresses that are multiples of 16 bytes, here is the same at
         every step: after the first time the compiled kernel gets the addresses.
         """
+        options["EARLY"] = self.early
+        if self.early and self.begun:
+            options["launch_pdl"] = True
+        self.begun = True
         key = (name, programs, *options.values())
         if key in self.compiled:
             launch, constants = self.compiled[key]
