@@ -12,7 +12,7 @@ import pytest
 from gspace.lab import archive, cli
 from gspace.lab.document import Document, Panel, Section, Series, Table, markdown
 from gspace.lab.errors import RecordError
-from gspace.lab.experiment import Cell, Method, Printed, Variant, jobs, seeds
+from gspace.lab.experiment import Cell, Method, Printed, Variant, best, jobs, seeds
 from gspace.lab.page import page
 from gspace.lab.panels import curve, panels
 from gspace.lab.recipe import Recipe
@@ -228,6 +228,15 @@ def test_long_curves_are_thinned_and_keep_their_end() -> None:
     assert len(kept) == 100
     assert [line["iteration"] for line in kept[-2:]] == [990, 1000]
     assert archive.thinned(lines[:7], 100) == lines[:7]
+
+
+def test_run_folders_and_records_choose_alike(tmp_path: Path) -> None:
+    """Two rates with as many errors of 6,000 in all: rounding must not decide otherwise than before."""
+    grid = [seeds(BASE.but(lr=lr, validation=6000), 2) for lr in (0.01, 0.03)]
+    errors = {grid[0][0]: 739, grid[0][1]: 748, grid[1][0]: 755, grid[1][1]: 732}
+    folders = [record(recipe, count / 6000) for recipe, count in errors.items()]
+    files = [archive.from_json(path) for path in archive.export(folders, tmp_path)]
+    assert best(grid, archive.scores_of(folders)) == best(grid, archive.scores_of(files))
 
 
 def test_only_finished_runs_are_exported(tmp_path: Path) -> None:

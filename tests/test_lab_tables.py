@@ -152,6 +152,15 @@ def test_rates_are_those_of_table_1_and_its_neighbours() -> None:
         assert cell.axis.of(cell.recipes[0]) == cell.recipes[0].lr
 
 
+def test_initial_weights_differ_from_table_1_in_the_draw_alone() -> None:
+    table = {recipe for c in Variant().cells(EXPERIMENTS["table-1"], unknown) for recipe in c.recipes}
+    cells = [c for c in Variant().cells(EXPERIMENTS["initial-weights"], unknown) if c.part == "in full"]
+    assert {c.recipes[0].init for c in cells} == {"torchvision", "torchvision-skeleton"}
+    for cell in cells:
+        init = {"torchvision": "default", "torchvision-skeleton": "skeleton"}[cell.recipes[0].init]
+        assert {recipe.but(init=init) for recipe in cell.recipes} <= table
+
+
 # What follows from results
 
 

@@ -150,6 +150,28 @@ def test_runs_of_one_seed_start_from_one_network_whatever_the_optimizer() -> Non
     assert not torch.equal(initial_model(SMALL.but(seed=1), source)[1].weight, initial_model(SMALL, source)[1].weight)
 
 
+def test_torchvisions_draw_has_six_times_the_variance_and_is_the_seeds() -> None:
+    source = feed(load("digits"), "standard", "none")
+    recipe = SMALL.but(model="plain-10", width=16)
+    own, theirs, again, other, skeleton = (
+        initial_model(recipe.but(init=init, seed=seed), source)
+        for init, seed in (
+            ("default", 0), ("torchvision", 0), ("torchvision", 0), ("torchvision", 1), ("torchvision-skeleton", 0)
+        )
+    )  # fmt: skip
+    names = [name for name, p in own.named_parameters() if p.dim() == 4]
+    for name in names:
+        w, v = theirs.get_parameter(name), skeleton.get_parameter(name)
+        out, *_, size = w.shape
+        assert w.var().item() == pytest.approx(2 / (out * size**2), rel=0.2)
+        assert torch.equal(w, again.get_parameter(name))
+        assert not torch.equal(w, other.get_parameter(name))
+        assert ((v == w) | (v == 1)).all()
+    square = own.get_parameter(names[1])
+    assert (theirs.get_parameter(names[1]).var() / square.var()).item() == pytest.approx(6, rel=0.2)
+    assert torch.equal(own.linear.weight, theirs.linear.weight)
+
+
 def test_random_signs_are_the_seeds() -> None:
     source = feed(load("digits"), "standard", "none")
     recipe = SMALL.but(init="skeleton-random-signs")

@@ -88,8 +88,9 @@ def scores_of(records: Sequence[Record]) -> Scores:
 
 
 def error_of(summary: Mapping[str, Any]) -> float:
+    """As a committed record has it: what is chosen among equals must not depend on where it is read."""
     error = summary.get("test_error")
-    return float("inf") if error is None else float(error)
+    return float("inf") if error is None else float(_round(error))
 
 
 def thinned(metrics: Sequence[Line], points: int) -> Sequence[Line]:

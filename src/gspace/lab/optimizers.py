@@ -101,9 +101,24 @@ def _as_built(model: nn.Module, recipe: Recipe) -> None:
     """The network's own initial weights."""
 
 
+def _torchvision(model: nn.Module, recipe: Recipe) -> None:
+    """Convolutions as torchvision's ResNets draw them, w ~ N(0, 2/fan-out): torch's have a sixth of that variance."""
+    draws = generator(recipe.seed, "init", "torchvision")
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu", generator=draws)
+
+
+def _torchvision_skeleton(model: nn.Module, recipe: Recipe) -> None:
+    _torchvision(model, recipe)
+    _skeleton("positive")(model, recipe)
+
+
 INITS: Mapping[str, Callable[[nn.Module, Recipe], None]] = {
     "default": _as_built,
+    "torchvision": _torchvision,
     "skeleton": _skeleton("positive"),
+    "torchvision-skeleton": _torchvision_skeleton,
     "skeleton-random-signs": _skeleton("random"),
     "skeleton-common-signs": _skeleton("random", _common_signs),
 }

@@ -48,7 +48,9 @@ class Recipe:
     gamma: float = _field(0.1, "factor of the rate at each milestone", low=0)
     seed: int = _field(0, "decides the initial weights and the batches", low=0)
     precision: str = _field("float32", "arithmetic of forward and backward pass", PRECISIONS)
-    init: str = _field("default", "initial weights: the network's own, or with skeleton weights ±1", INITS)
+    init: str = _field(
+        "default", "initial weights: the network's own or torchvision's, with skeleton weights ±1 or not", INITS
+    )
     batch_norm: str = _field("released", "G-SGD's rule for BatchNorm", ("released", "paper"))
     allocation: str = _field("fixed", "where G-SGD puts the change of a path", ("fixed", "spread"))
     residual: str = _field("pin", "units of residual streams", ("pin", "tie"))
