@@ -293,3 +293,19 @@ def test_a_radius_that_lets_skeleton_paths_vanish_is_refused(radius: float) -> N
     x, y = batch()
     with pytest.raises(ValueError, match="radius"):
         psi_flatness(mlp(), x, y, radius=radius)
+
+
+def test_measuring_invariance_leaves_the_generator_alone() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 2))
+    batch = (torch.randn(4, 5), torch.randint(2, (4,)))
+    before = torch.get_rng_state()
+    gspace.invariance_gap(lambda m: gspace.GSGD(m, 0.1), model, [batch], generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_rate_of_a_unit_is_that_of_its_root() -> None:
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.ReLU())), nn.Linear(4, 2))
+    gspace.init_skeleton_(model)
+    groups = [{"params": model[2:].parameters(), "lr": 0.5}, {"params": model[0].parameters(), "lr": 0.1}]
+    rates = gspace.GSGD(model, 0.1, params=groups).statistics()["effective_lr"]
+    assert rates.tolist() == pytest.approx([0.1] * 12)

@@ -313,3 +313,63 @@ def test_the_memory_layout_does_not_matter(kind: Kind, layout: Callable[[nn.Modu
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
     assert strides == [p.stride() for p in two.parameters()]
+
+
+# What contradicts itself ---------------------------------------------------------------------------------------------
+
+
+@gspace_kinds
+def test_a_state_that_trains_what_is_frozen_here_is_refused(kind: Kind) -> None:
+    one, two = chain(), chain()
+    state = kind.make(one).state_dict()
+    frozen = next(two.parameters())
+    frozen.requires_grad_(False)
+    optimizer = kind.make(two)
+    with pytest.raises(ValueError, match="which is frozen: load it first, then freeze"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [gspace.GSGD, gspace.baselines.FrozenSkeletonSGD], ids=["GSGD", "FrozenSkeletonSGD"])
+def test_an_analysis_and_options_for_one_are_not_both_taken(make: Any) -> None:
+    model = chain()
+    found = gspace.analyze(model)
+    with pytest.raises(ValueError, match="either analysis= or residual=, not both"):
+        make(model, 0.1, analysis=found, residual="tie")
+    with pytest.raises(ValueError, match="either analysis= or nonsense=, not both"):
+        gspace.balancedness(model, analysis=found, nonsense=1)
+
+
+def test_the_frozen_skeleton_is_that_of_the_parameters_it_trains() -> None:
+    model = zoo.mlp(5, 6, 7, 3)
+    mine = list(model.parameters())[:-2]
+    control = gspace.FrozenSkeletonSGD(model, 0.1, params=mine)
+    assert control.skeleton.H == gspace.GSGD(model, 0.1, params=mine).skeleton.H < gspace.GSGD(model, 0.1).skeleton.H
+
+
+def test_a_way_chosen_later_is_taken() -> None:
+    model = zoo.mlp(5, 6, 3)
+    optimizer = gspace.GSGD(model, 0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer._fast != "foreach=False"
+    optimizer.param_groups[0]["foreach"] = False
+    optimizer.step()
+    assert optimizer._fast == "foreach=False"
+
+
+def test_a_weight_with_gaps_in_memory_is_checked_by_whoever_takes_the_step() -> None:
+    """The way that checked gradients itself is gone with the old memory."""
+    model = zoo.mlp(5, 6, 6, 3)
+    optimizer = gspace.GSGD(model, 0.1, allocation="spread")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    weight = model[2].weight
+    weight.data = torch.stack([weight.data, weight.data], -1)[..., 0]
+    weight.grad = torch.ones_like(weight)
+    before = copy.deepcopy(model.state_dict())
+    model[0].weight.grad[0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match="is not finite"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

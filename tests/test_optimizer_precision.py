@@ -189,3 +189,27 @@ def test_compiled_steps_leave_a_state_that_goes_on(kind: Kind, dynamo: None) -> 
     train(three, third, batches(5, seed=1))
     for p, q in zip(one.parameters(), three.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)  # ten steps amplify rounding
+
+
+@gspace_kinds
+def test_a_compiled_step_notices_what_others_did(kind: Kind, dynamo: None) -> None:
+    """Weights loaded between two steps, and a gradient that is not finite."""
+    one, two = Net(), Net()
+    first, second = (kind.make(model, foreach=False) for model in (one, two))
+    steps = first.step, torch.compile(second.step, backend="eager")
+    first_batch, second_batch, third_batch = batches(3)
+    for batch in (first_batch, second_batch):
+        for model, optimizer, step in ((one, first, steps[0]), (two, second, steps[1])):
+            backward(model, optimizer, batch)
+            step()
+            model.load_state_dict({name: value * 1.5 for name, value in Net().state_dict().items()})
+    for model, optimizer, step in ((one, first, steps[0]), (two, second, steps[1])):
+        backward(model, optimizer, third_batch)
+        step()
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    before = [p.detach().clone() for p in two.parameters()]
+    next(two.parameters()).grad.view(-1)[0] = float("nan")
+    with pytest.raises(RuntimeError, match="is not finite"):
+        steps[1]()
+    assert all(torch.equal(p, old) for p, old in zip(two.parameters(), before, strict=True))

@@ -1,6 +1,7 @@
 """What is not a symmetry is pinned, with a reason, and what is left free never changes the function."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -328,3 +329,51 @@ def test_padding_with_anything_but_zero_or_itself_pins(pad: Operation, H: int) -
     assert found.H == H
     assert ("pad" in {pin.operation for pin in found.pinned}) == (H == 0)
     assert rescaling_change(model, IMAGES, found) < EXACT
+
+
+@pytest.mark.parametrize(("value", "H"), [(1.0, 0), (0.0, 4)])
+@pytest.mark.parametrize("example", [None, IMAGES], ids=["symbolic", "example"])
+def test_the_value_of_constant_pad_nd_is_the_fourth_of_pad_but_its_third(value: float, H: int, example: Any) -> None:
+    pad = lambda x: torch.constant_pad_nd(x, (1, 1, 1, 1), value)  # noqa: E731
+    model = Net(lambda s, x: s.c(pad(F.relu(s.a(x)))), a=nn.Conv2d(5, 4, 3), c=nn.Conv2d(4, 2, 3)).double()
+    found = gspace.analyze(model, example)
+    assert found.H == H
+    assert rescaling_change(model, IMAGES, found) < EXACT
+
+
+@pytest.mark.filterwarnings("ignore:.*This overload of")
+@pytest.mark.parametrize("residual", ["pin", "tie"])
+@pytest.mark.parametrize("example", [None, VECTORS], ids=["symbolic", "example"])
+@pytest.mark.parametrize(
+    "plus", [lambda x, y: torch.add(x, 2, y), lambda x, y: x.sub(2, y)], ids=["torch.add(x, 2, y)", "x.sub(2, y)"]
+)
+def test_an_addition_with_the_factor_in_the_middle_pins_both(plus: Any, example: Any, residual: Any) -> None:
+    parts = {"a": nn.Linear(5, 7), "b": nn.Linear(5, 7), "o": nn.Linear(7, 3)}
+    model = Net(lambda s, x: s.o(plus(F.relu(s.a(x)), F.relu(s.b(x)))), **parts).double()
+    found = gspace.analyze(model, example, residual=residual)
+    assert found.H == 0
+    assert rescaling_change(model, VECTORS, found) < EXACT
+
+
+# An input of three dimensions, of which a symbolic trace does not know
+
+TOKENS = (torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+TAKEN: dict[str, Operation] = {
+    "transpose(0, 1)[-1]": lambda h: h.transpose(0, 1)[-1],
+    "transpose(0, 1)[1:]": lambda h: h.transpose(0, 1)[1:],
+    "select": lambda h: h.transpose(0, 1).select(0, -1),
+    "narrow": lambda h: h.transpose(0, 1).narrow(0, 0, 2),
+    "split": lambda h: h.transpose(0, 1).split(1, 0)[0][0],
+    "mT[0]": lambda h: h.mT[0].mT,
+    "cat, then the first": lambda h: torch.cat([h, -h], 1)[..., :8],
+    "flatten, then the second": lambda h: h.flatten(1)[..., 8:16],
+}
+
+
+@pytest.mark.parametrize("example", [None, TOKENS], ids=["symbolic", "example"])
+@pytest.mark.parametrize("taken", TAKEN)
+def test_what_is_taken_from_an_activation_of_unknown_rank_is_not_guessed(taken: str, example: Any) -> None:
+    parts = {"a": nn.Linear(5, 8), "b": nn.Linear(8, 2)}
+    model = Net(lambda s, x: s.b(TAKEN[taken](F.relu(s.a(x)))), **parts).double()
+    found = gspace.analyze(model, example)
+    assert rescaling_change(model, TOKENS, found) < EXACT

@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from gspace import step as algorithm
 from gspace.balance import balanced_log_scales
-from gspace.graph import Analysis, Residual, analyze
+from gspace.graph import Analysis, Residual, analyzed
 from gspace.skeleton import Skeleton, build_skeleton, path_products, skeleton_values
 from gspace.step import BatchNormRule, Layer
 from gspace.trace import Inputs
@@ -78,7 +78,7 @@ class GSpaceOptimizer(Optimizer):
         self.max_ratio, self.max_drift = max_ratio, max_drift
         self._ready = False
         super().__init__(list(model.parameters()) if params is None else params, defaults)
-        self.analysis = analysis if analysis is not None else analyze(model, example_input, residual=residual, pin=pin)
+        self.analysis = analyzed(model, analysis, wanted(example_input, residual, pin))
         if reference is None:
             reference = "one" if on_skeleton(model, self.analysis) else "balanced"
         self.reference: Reference = reference
@@ -164,7 +164,9 @@ class GSpaceOptimizer(Optimizer):
 
     def _mark(self) -> None:
         """The weights are those the coordinates belong to. Rounded to 16 bits they may not be: measure them again."""
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            _remember(self)
+        else:
             self._seen = None if self._narrow else self._now()
 
     def _check(self) -> None:
@@ -272,11 +274,14 @@ class GSpaceOptimizer(Optimizer):
             raise ValueError("this state belongs to another network: its layers have other sizes")
         units = zip(self.skeleton.edges, own["units"], strict=True)
         edges = tuple(replace(e, head=head.cpu(), tail=tail.cpu()) for e, (head, tail) in units)
-        mine = {id(p) for p in self._parameters()}
+        mine = {id(p): p.requires_grad for p in self._parameters()}
         weights = dict(self.model.named_parameters())
-        lost = [e.name for e in edges if bool(e.head.any() | e.tail.any()) and id(weights[e.name]) not in mine]
-        if lost:
-            raise ValueError(f"this state trains {lost[0]} in G-space, which is no parameter of this optimizer")
+        inside = [e.name for e in edges if bool(e.head.any() | e.tail.any())]
+        for name in inside:
+            if id(weights[name]) not in mine:
+                raise ValueError(f"this state trains {name} in G-space, which is no parameter of this optimizer")
+            if not mine[id(weights[name])]:
+                raise ValueError(f"this state trains {name} in G-space, which is frozen: load it first, then freeze")
         choice = {name: own["skeleton"][name].cpu() for name in self._CHOICE}
         return replace(self.skeleton, edges=edges, H=len(choice["root"]) - 1, **choice)
 
@@ -312,7 +317,9 @@ class GSpaceOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not torch.compiler.is_compiling() and not _capturing():
+        if torch.compiler.is_compiling():
+            _look(self)
+        elif not capturing():
             self._check()
             self._refuse_non_finite()
         return loss
@@ -346,7 +353,7 @@ class GSpaceOptimizer(Optimizer):
 
     def _inverses(self, layer: Layer, view: Tensor) -> Tensor:
         """1/(Ĩ(tail)·Õ(head)), to broadcast against the view."""
-        return layer.columns(1 / self.incoming, view) * layer.rows(1 / self.outgoing, view)
+        return layer.columns(self.incoming.reciprocal(), view) * layer.rows(self.outgoing.reciprocal(), view)
 
     def _root_path_grads(self, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
         """∂ℓ/∂v of the trained skeleton paths, `(H + 1,)`, by the inverse chain rule."""
@@ -391,11 +398,23 @@ class GSpaceOptimizer(Optimizer):
             "clipped": int((ratio != raw)[roots].sum()),
             "roots": len(roots),
             "path_value": value,
-            "effective_lr": torch.stack(rates)[self._unit_group[1:]] / value.double().square(),
+            "effective_lr": torch.stack(rates)[self._unit_group[self._root][1:]] / value.double().square(),
         }
 
 
-def _capturing() -> bool:
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # what others did to the model is no part of a compiled step
+def _look(optimizer: GSpaceOptimizer) -> None:
+    if not capturing():
+        optimizer._check()
+        GSpaceOptimizer._refuse_non_finite(optimizer)  # the compiled step is the definition, which relies on it
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _remember(optimizer: GSpaceOptimizer) -> None:
+    optimizer._mark()
+
+
+def capturing() -> bool:
     """Whether a CUDA graph is being recorded: nothing may be read from the device then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
@@ -403,6 +422,14 @@ def _capturing() -> bool:
 def wide(x: Tensor) -> Tensor:
     """At least float32: a ratio near 1 has no place in 16 bits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def wanted(example_input: Inputs | None, residual: Residual, pin: Iterable[str]) -> dict[str, Any]:
+    """What of this is to be told to `analyze`."""
+    options: dict[str, Any] = {} if example_input is None else {"example_input": example_input}
+    options |= {"residual": residual} if residual != "pin" else {}
+    names = (pin,) if isinstance(pin, str) else tuple(pin)
+    return options | ({"pin": names} if names else {})
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace.base import on_skeleton
-from gspace.graph import Analysis, Residual, analyze
+from gspace.base import on_skeleton, wanted
+from gspace.graph import Analysis, Residual, analyze, analyzed
 from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
 from gspace.pathsum import PathGraph, as_input_of, path_graph
-from gspace.skeleton import build_skeleton
+from gspace.skeleton import Choice, build_skeleton
 from gspace.step import Number, plan
 from gspace.trace import Inputs
 
@@ -203,9 +203,12 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     ) -> None:
         _require_model(model)
         super().__init__(list(model.parameters()) if params is None else params, lr, **options)
-        found = analysis if analysis is not None else analyze(model, example_input, residual=residual, pin=pin)
-        self.skeleton = build_skeleton(model, found, choice="aligned" if on_skeleton(model, found) else "pivoted")
+        found = analyzed(model, analysis, wanted(example_input, residual, pin))
+        choice: Choice = "aligned" if on_skeleton(model, found) else "pivoted"
         weights = dict(model.named_parameters())
+        mine = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
+        trained = {name for name, p in weights.items() if id(p) in mine}
+        self.skeleton = build_skeleton(model, found, choice=choice, trained=trained)
         self._free = {
             layer.edges.name: (weights[layer.edges.name], tuple(i[layer.free > 0] for i in layer.entries))
             for layer in plan(self.skeleton, weights)

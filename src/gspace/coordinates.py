@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gspace.balance import balanced_log_scales
 from gspace.base import Reference, on_skeleton
-from gspace.graph import Analysis, Edges, analyze
+from gspace.graph import Analysis, Edges, analyzed
 from gspace.skeleton import Skeleton, build_skeleton, path_products, skeleton_values
 from gspace.step import Layer, allocate_skeleton, allocate_weights, plan
 
@@ -81,7 +81,7 @@ def coordinates(
         view: See above.
         analysis: The result of `analyze(model)`; otherwise `options` (`example_input`, `residual`, `pin`) are for it.
     """
-    found = analysis if analysis is not None else analyze(model, **options)
+    found = analyzed(model, analysis, options)
     if view == "exact":
         found = replace(found, transparent=tuple(_exact(e, found.H) for e in found.edges), H_paper=found.H)
     if reference is None:

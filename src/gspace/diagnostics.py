@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gspace.balance import squares
 from gspace.coordinates import Coordinates, coordinates, path_values
-from gspace.graph import Analysis, analyze
+from gspace.graph import Analysis, analyzed
 from gspace.scaling import Scales, random_scales, rescale_
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -106,7 +106,7 @@ def invariance_gap(
         loss: Of (outputs, targets).
         analysis: The result of `analyze(model)`; otherwise `options` (`example_input`, `residual`, `pin`) are for it.
     """
-    found = analysis if analysis is not None else analyze(model, **options)
+    found = analyzed(model, analysis, options)
     plain, scaled = copy.deepcopy(model), copy.deepcopy(model)
     rescale_(scaled, random_scales(model, generator, analysis=found) if scales is None else scales, analysis=found)
     pair = [(m, make_optimizer(m)) for m in (plain, scaled)]
@@ -117,16 +117,17 @@ def invariance_gap(
     start = _evaluated(plain, probe)
     gaps, losses = [_gap(start, _evaluated(scaled, probe))], []
     seed = int(torch.randint(2**31, (), generator=generator, device="cpu"))
-    for step, (inputs, targets) in enumerate(data):
-        for m, optimizer in pair:
-            torch.manual_seed(seed + step)  # dropout must not tell the two apart
-            optimizer.zero_grad()
-            value = loss(m(inputs), targets)
-            value.backward()
-            optimizer.step()
-            if m is plain:
-                losses.append(float(value.detach()))
-        gaps.append(_gap(_evaluated(plain, probe), _evaluated(scaled, probe)))
+    with torch.random.fork_rng(sorted({p.get_device() for p in model.parameters() if p.is_cuda})):
+        for step, (inputs, targets) in enumerate(data):
+            for m, optimizer in pair:
+                torch.manual_seed(seed + step)  # dropout must not tell the two apart
+                optimizer.zero_grad()
+                value = loss(m(inputs), targets)
+                value.backward()
+                optimizer.step()
+                if m is plain:
+                    losses.append(float(value.detach()))
+            gaps.append(_gap(_evaluated(plain, probe), _evaluated(scaled, probe)))
     return InvarianceGap(tuple(gaps), _gap(start, _evaluated(plain, probe)), tuple(losses))
 
 
@@ -142,7 +143,7 @@ def compare_invariance(
     **options: Any,
 ) -> InvarianceTable:
     """`invariance_gap` of several optimizers, with the same scales and batches; prints as a table."""
-    found = analysis if analysis is not None else analyze(model, **options)
+    found = analyzed(model, analysis, options)
     scales = random_scales(model, generator, analysis=found) if scales is None else scales
     data = list(batches)
     return InvarianceTable(
@@ -184,7 +185,7 @@ def balancedness(model: nn.Module, *, analysis: Analysis | None = None, **option
     Scale invariance, f(g_c w) = f(w), gives Σ_in w·g = Σ_out w·g at every unit for every loss, hence
     d/dt(‖incoming‖² − ‖outgoing‖²) = 0 under dw/dt = −g.
     """
-    found = analysis if analysis is not None else analyze(model, **options)
+    found = analyzed(model, analysis, options)
     n = 1 + found.H + found.H_absorbed
     incoming, outgoing = (torch.zeros(n, dtype=torch.float64, device="cpu") for _ in range(2))
     for e, square in zip(found.edges, squares(found.edges, dict(model.named_parameters())), strict=True):
@@ -200,8 +201,9 @@ def distance(model_a: nn.Module, model_b: nn.Module, *, at: Coordinates | None =
     """‖v(a) − v(b)‖₂ over all basis paths: how far apart two networks are in G-space.
 
     Measured in the exact coordinates of `model_a` (skeleton pivoted in its balanced representative, path products in
-    units of that representative), so that it does not change when either network is rescaled, and is 0 exactly where
-    they are equivalent. Along a training, pass the first network as `model_a`, or its coordinates.
+    units of that representative), so that it does not change when either network is rescaled. It is 0 where they are
+    equivalent, and where they differ in the signs of free skeleton weights alone, which path values do not tell. Along
+    a training, pass the first network as `model_a`, or its coordinates.
 
     Args:
         at: Coordinates to measure in; otherwise `options` are for `coordinates`.

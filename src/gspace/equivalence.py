@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.devices import on_cpu
-from gspace.graph import Analysis, Edges, analyze
+from gspace.graph import Analysis, Edges, analyzed
 from gspace.scaling import Scales
 
 
@@ -42,7 +42,7 @@ def are_equivalent(
         rtol: Largest relative difference of a weight; by default 1e3 roundings of its dtype.
         absorbed: Also allow scaling of the rows before BatchNorm, which is exact only as ε → 0.
     """
-    found = analysis if analysis is not None else analyze(model_a, **options)
+    found = analyzed(model_a, analysis, options)
     a, b = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model_a, model_b))
     if a.keys() != b.keys():
         return Equivalence(False, f"only one of the models has {sorted(a.keys() ^ b.keys())[0]!r}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gspace import foreach, native
-from gspace.base import GSpaceOptimizer
+from gspace.base import GSpaceOptimizer, capturing
 from gspace.tables import Given, Network, Tile, addresses, is_dense
 
 if TYPE_CHECKING:
@@ -40,9 +40,8 @@ def step(optimizer: "GSGD") -> bool:
     """Takes a step for `optimizer`; False if that is left to the definition."""
     if torch.compiler.is_compiling():
         return False
-    bound = bind(optimizer)
-    if isinstance(bound, Bound) and bound.stale(optimizer):
-        optimizer._fast = None
+    bound = optimizer.__dict__.get("_fast")
+    if bound is None or capturing():  # else `checks` has just seen to it
         bound = bind(optimizer)
     return isinstance(bound, Bound) and bound.step(optimizer)
 
@@ -58,7 +57,7 @@ def checks(optimizer: "GSGD") -> bool:
 def bind(optimizer: "GSGD") -> "Bound | str":
     """The way of `optimizer`, or why there is none; kept until its parameters move."""
     bound = optimizer.__dict__.get("_fast")
-    if bound is None:
+    if bound is None or (isinstance(bound, Bound) and bound.stale(optimizer)):
         bound = optimizer._fast = _choose(optimizer)
     return bound
 
@@ -234,7 +233,8 @@ class Bound:
 
 def _settings(optimizer: "GSGD") -> tuple[Any, ...]:
     o = optimizer
-    return o.max_ratio, o.max_drift, o.max_path_grad_norm, o.batch_norm, o.allocation
+    ways = [(group["foreach"], group["fused"]) for group in o.param_groups]
+    return o.max_ratio, o.max_drift, o.max_path_grad_norm, o.batch_norm, o.allocation, ways
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:

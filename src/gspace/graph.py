@@ -9,7 +9,7 @@ Shapes: `head` is `(group, out)`, `tail` is `(group, in)`, a parameter is viewed
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -184,6 +184,13 @@ def analyze(
     if residual not in ("pin", "tie"):
         raise ValueError(f"residual must be 'pin' or 'tie', got {residual!r}")
     return _solved(trace(model, example_input), model, residual, pin)
+
+
+def analyzed(model: nn.Module, analysis: Analysis | None, options: Mapping[str, Any]) -> Analysis:
+    """What the caller has, or what `analyze(model, **options)` finds; both at once would contradict each other."""
+    if analysis is not None and options:
+        raise ValueError(f"pass either analysis= or {', '.join(options)}=, not both")
+    return analysis if analysis is not None else analyze(model, **options)
 
 
 @on_cpu

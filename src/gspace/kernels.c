@@ -1,4 +1,4 @@
-/* The passes of kernels.py for a CPU: same tables, same order of sums within a chunk, REAL is float or double.
+/* The passes of kernels.py for a CPU: same tables and chunks, REAL is float or double.
  *
  * Chunks are shared out among threads; no sum depends on how. See tables.py for the tables and kernels.py for the passes. */
 

@@ -13,9 +13,10 @@ tiles of ROWS × WIDTH, side by side or one below the other.
 With EARLY a kernel lets the next one begin while it still runs; that one reads its tables and then waits for the rest
 (`gdc_wait`: programmatic dependent launch, for GPUs of compute capability 9 and above).
 
-Five launches, whatever the depth (seven with the paper's rule for BatchNorm or with clipping); no sum depends on the
-order in which programs run; nothing is read back by the host. A gradient that is not finite raises `flags[PENDING]` in
-`flow_pass`; the fold moves it to `flags[SKIP]`, and nothing that outlives the step is written while that is set.
+Five launches, whatever the depth (two more with the paper's rule for BatchNorm; two more, and some of torch's, with
+clipping); no sum depends on the order in which programs run; nothing is read back by the host. A gradient that is not
+finite raises `flags[PENDING]` in `flow_pass`; the fold moves it to `flags[SKIP]`, and nothing that outlives the step is
+written while that is set.
 """
 
 from contextlib import suppress
@@ -239,6 +240,7 @@ def fold_pass(
         _fold(fold, grads, hyper, partial, norms, free, sums, WEIGHTED, DTYPE, ACC, DEPTH, ITEMS)
     if LAST and tl.program_id(0) == 0:
         found = tl.load(flags + PENDING)
+        tl.debug_barrier()  # every warp has read it before one of them clears it
         tl.store(flags + SKIP, found)
         tl.store(flags + SKIPPED, tl.load(flags + SKIPPED) + found)
         tl.store(flags + PENDING, 0)
@@ -302,12 +304,12 @@ def roots_pass(
         if WEIGHTED:
             s *= norm
             norm = tl.full([ROOTS], 1.0, ACC)
-        tl.store(root_grad + unit, (s - tl.sum(behind, 1)) / norm / value, mask=exists)
+        d = (s - tl.sum(behind, 1)) / norm / value
+        tl.store(root_grad + unit, d, mask=exists)
+    else:
+        d = tl.load(root_grad + unit, mask=exists, other=0.0) * tl.load(shrink)
     if MOVE:
         go = at < tl.where(tl.load(flags + SKIP) == 0, count, 0)
-        d = tl.load(root_grad + unit, mask=exists, other=0.0)
-        if not GATHER:
-            d *= tl.load(shrink)
         if HAS_MOMENTUM:
             momentum = tl.load(hyper + group * HYPER + MOMENTUM).to(ACC)
             damped = (1 - tl.load(hyper + group * HYPER + DAMPENING)).to(ACC)

@@ -21,6 +21,7 @@ from gspace.step import BatchNormRule, Layer
 from gspace.tables import Given, Network, Tile, addresses, hyper_parameters
 
 FOLD, DEPTH, ROOTS, UNITS = 32, 64, 16, 256  # items of one program of the small passes, and sums it reads at a time
+SPARE = 4  # captured steps between two others that find memory made for them
 KEPT: list[Tensor] = []  # on the host: a CUDA graph reads them at each replay, whatever becomes of the optimizer
 DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)  # how compiled kernels are called varied before
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
@@ -228,7 +229,8 @@ class Header:
     """Addresses and hyper-parameters, uploaded when they change.
 
     Under capture the copy from the host becomes part of the graph, which must find what it copies at every replay: each
-    graph gets memory of its own for it, on both sides, that of the host made before: none may be pinned then.
+    captured step gets memory of its own for it, on both sides; that of the host is made before, for SPARE of them: none
+    may be pinned then.
     """
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
@@ -236,7 +238,7 @@ class Header:
         self.together = functools.reduce(operator.or_, addresses(parameters), 0)
         self.last: tuple[bytes, Sent] | None = None
         self.captured: list[Tensor] = []
-        self.spare: Tensor | None = None
+        self.spare: list[Tensor] = []
 
     def upload(self, given: Given) -> Sent:
         groups = given.groups
@@ -266,14 +268,15 @@ class Header:
         if self.device.type == "cpu":
             return values.clone()
         if not capturing:
-            if self.spare is None or len(self.spare) != len(values):
-                self.spare = torch.empty_like(values, pin_memory=True)
+            self.spare = [here for here in self.spare if len(here) == len(values)]
+            while len(self.spare) < SPARE:
+                self.spare.append(torch.empty_like(values, pin_memory=True))
             return values.pin_memory().to(self.device, non_blocking=True)
-        here = self.spare if self.spare is not None else torch.empty_like(values, pin_memory=True)
+        fits = bool(self.spare) and len(self.spare[-1]) == len(values)
+        here = self.spare.pop() if fits else torch.empty_like(values, pin_memory=True)
         here.copy_(values)
         there = torch.empty_like(values, device=self.device)
         there.copy_(here, non_blocking=True)
-        self.spare = None
         KEPT.append(here)
         self.captured.append(there)
         return there

@@ -106,6 +106,8 @@ def _broadcast(a: Activation, b: Activation) -> Activation:
 
 def add(walk: Walk, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
     """x + y: the two must share one scale. `residual` says whether they are tied or both pinned."""
+    if args:  # torch.add(x, factor, y), deprecated but there
+        return opaque(walk, x, y, *args, reason="added in a deprecated way, with the factor in the middle")
     if isinstance(y, (int, float)) and y == 0:
         return x
     if isinstance(x, (int, float)) and x == 0:

@@ -188,6 +188,8 @@ def index(walk: Walk, x: Any, key: Any) -> Any:
             shape.append(1)
             continue
         size, constant = x.shape[dim], x.ids.shape[dim] == 1
+        if x.loose and not constant and k != slice(None):  # which of them are taken depends on the rank
+            return _lost(walk, x, UNKNOWN_RANK)
         if isinstance(k, int):
             ids_key.append(0 if constant else k)
         else:
@@ -232,6 +234,8 @@ def split(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
         dim %= len(x.shape)
         if x.ids.shape[dim] == 1:
             return Parts(Activation(x.ids, tuple(None if d == dim else s for d, s in enumerate(x.shape))))
+        if x.loose:
+            return Parts(_lost(walk, x, UNKNOWN_RANK))
         try:
             parts = operation(x.ids, sections, dim)
         except (RuntimeError, TypeError):
@@ -287,6 +291,10 @@ def cat(walk: Walk, values: Sequence[Any], dim: int = 0, **kwargs: Any) -> Activ
 def stack(walk: Walk, values: Sequence[Any], dim: int = 0) -> Activation:
     lifted = [rearrange(torch.unsqueeze)(walk, v, dim) if isinstance(v, Activation) else v for v in values]
     return cat(walk, lifted, dim)
+
+
+def constant_pad(walk: Walk, x: Activation, pads: Sequence[Any], value: float = 0) -> Activation:
+    return pad(walk, x, pads, "constant", value)
 
 
 def pad(

@@ -56,7 +56,9 @@ def _cache() -> Path:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(base) / "gspace"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="gspace-"))
+        info = folder.stat()
+        own = not hasattr(os, "getuid") or (info.st_uid == os.getuid() and not info.st_mode & 0o022)
+        return folder if own and os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="gspace-"))
     except (OSError, RuntimeError):  # a RuntimeError says that there is no home
         return Path(tempfile.mkdtemp(prefix="gspace-"))
 

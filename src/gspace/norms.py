@@ -107,7 +107,8 @@ class BasisPathPenalty:
     """A term for the loss: `loss = criterion(model(x), y) + penalty(model)`, with any optimizer.
 
     "released": ½λ Σ v_e² over the basis paths with a non-skeleton weight, as in the authors' code. With GSGD it takes
-    the step that `weight_decay=λ` takes: its gradient in v is λ·v_e, and 0 for skeleton paths.
+    the step that `weight_decay=λ` takes: its gradient in v is λ·v_e, and 0 for skeleton paths. (Not before a BatchNorm:
+    its rule multiplies gradients by row norms, those of the penalty too.)
 
     "sup": ½λ φ_s², the smooth bound of order s of the basis-path norm (`order`, 8 by default). It also holds the
     trained skeleton paths near ±1.

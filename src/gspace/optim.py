@@ -1,5 +1,6 @@
 """GSGD: SGD on the values of basis paths. Bookkeeping only; the mathematics is in `step.py`."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -106,6 +107,7 @@ class GSGD(GSpaceOptimizer):
 
     def _adopt(self, skeleton: Skeleton) -> None:
         super()._adopt(skeleton)
+        self._told = 0  # steps not taken that the user knows of
         self._root_state: dict[str, Tensor] = {}  # as `state` for a parameter, for the trained skeleton paths
 
     def _own_state(self) -> dict[str, Any]:
@@ -118,6 +120,17 @@ class GSGD(GSpaceOptimizer):
     def _move_state(self) -> None:
         super()._move_state()
         self._root_state = {key: value.to(self.incoming) for key, value in self._root_state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        skipped = fast.skipped_steps(self)
+        if skipped not in (0, self._told):
+            warnings.warn(f"{skipped} steps were not taken: a gradient was not finite", RuntimeWarning, stacklevel=2)
+            self._told = skipped
+        return super().state_dict()
+
+    def statistics(self) -> dict[str, Any]:
+        """As in the base class; also how many steps a GPU has `skipped` because a gradient was not finite."""
+        return {**super().statistics(), "skipped": fast.skipped_steps(self)}
 
     def _per_unit(self, key: str) -> Any:
         """A hyper-parameter for every root: a number, or a unit vector where groups differ."""

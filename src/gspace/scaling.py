@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.balance import balanced_log_scales
-from gspace.graph import Analysis, analyze
+from gspace.graph import Analysis, analyzed
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,6 @@ class Scales:
         return Scales(torch.ones(units, dtype=torch.float64, device="cpu"))
 
 
-def _analysis(model: nn.Module, analysis: Analysis | None, options: dict[str, Any]) -> Analysis:
-    if analysis is not None and options:
-        raise ValueError(f"pass either analysis= or {', '.join(options)}=, not both")
-    return analysis if analysis is not None else analyze(model, **options)
-
-
 def random_scales(
     model: nn.Module,
     generator: torch.Generator | None = None,
@@ -79,7 +73,7 @@ def random_scales(
     **options: Any,
 ) -> Scales:
     """Scales e^N(0, std²), independent for every unit; absorbed units stay at 1 unless `absorbed`."""
-    found = _analysis(model, analysis, options)
+    found = analyzed(model, analysis, options)
     log = std * torch.randn(found.H + found.H_absorbed, generator=generator, dtype=torch.float64, device="cpu")
     if not absorbed:
         log[found.H :] = 0
@@ -101,7 +95,7 @@ def rescale_(
         ValueError: Scales that are not positive and finite, of the wrong number, or that would overflow or flush a
             weight to zero in its dtype. Nothing has been touched then.
     """
-    found = _analysis(model, analysis, options)
+    found = analyzed(model, analysis, options)
     scales = scales if isinstance(scales, Scales) else Scales(scales)
     if len(scales) not in (found.H, found.H + found.H_absorbed):
         also = f" or {found.H + found.H_absorbed} (with absorbed rows)" if found.H_absorbed else ""
@@ -149,7 +143,7 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
     It is unique where every unit lies on a path of non-zero weights from ground to ground; other units keep their
     scale (`gspace.balance`). The function does not change.
     """
-    found = _analysis(model, analysis, options)
+    found = analyzed(model, analysis, options)
     n = 1 + found.H + found.H_absorbed
     fixed = torch.arange(n, device="cpu") > found.H if not absorbed else None
     log = balanced_log_scales(found.edges, dict(model.named_parameters()), n, fixed).cpu()

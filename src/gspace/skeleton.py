@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gspace.balance import balanced_log_scales
 from gspace.devices import on_cpu
-from gspace.graph import Analysis, Edges, analyze
+from gspace.graph import Analysis, Edges, analyzed
 
 Choice = Literal["aligned", "pivoted"]
 
@@ -262,7 +262,7 @@ def init_skeleton_(
     """
     if sign not in ("positive", "random"):
         raise ValueError(f"sign must be 'positive' or 'random', got {sign!r}")
-    _set_skeleton_(model, analysis if analysis is not None else analyze(model, **options), sign, generator)
+    _set_skeleton_(model, analyzed(model, analysis, options), sign, generator)
     return model
 
 

@@ -156,8 +156,8 @@ def path_ratio(
     """R(r) = v'/v = 1 − lr·d/v of the roots, and the same before the guards, `(H + 1,)` each.
 
     `max_ratio` bounds R to [1/max_ratio, max_ratio], `max_drift` bounds |v'| to [1/max_drift, max_drift] or, where it
-    lies outside already, lets it only return. Path values start at ±1 in either reference and do not depend on the
-    representative; Ĩ alone does. `inf` is no bound at all, negative ratios included.
+    lies outside already, lets it only return. Path values start at ±1 in the balanced reference and on a fresh
+    skeleton, and do not depend on the representative; Ĩ alone does. `inf` is no bound at all, negative ratios included.
     """
     raw = 1 - lr * direction / path_value
     ratio = raw
@@ -193,7 +193,7 @@ def allocate_weights(
     Written additively: a ratio could never move a weight that is 0.
     """
     moved = view - lr * direction * inverse
-    return moved * layer.columns(1 / (ratio * spread), view) * layer.rows(spread, view)
+    return moved * layer.columns((ratio * spread).reciprocal(), view) * layer.rows(spread, view)
 
 
 def allocate_skeleton(layer: Layer, values: Tensor, ratio: Tensor, spread: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class Network:
         root: Root of each unit.
         unit_group: Parameter group of in(r) of each root r.
         ratio, raw: Where path ratios are left, bounded and not; ones.
-        max_ratio, max_drift, max_path_grad_norm: Kept as 0 where there is no bound.
+        max_ratio, max_drift: Kept as 0 where there is no bound.
         fold_items: Items of one program of the fold, where each is the sum of many.
     """
 
