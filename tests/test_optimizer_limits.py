@@ -373,3 +373,30 @@ def test_a_weight_with_gaps_in_memory_is_checked_by_whoever_takes_the_step() -> 
     with pytest.raises(RuntimeError, match="is not finite"):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@gspace_kinds
+def test_freezing_what_takes_every_root_of_a_group_is_noticed(kind: Kind) -> None:
+    model = zoo.mlp(5, 6, 3)
+    optimizer = kind.make(model)
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    for frozen in (False, True, False):
+        model[0].requires_grad_(not frozen)
+        before = copy.deepcopy(model.state_dict())
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+        assert torch.equal(model[0].weight, before["0.weight"]) == frozen
+        assert not torch.equal(model[2].weight, before["2.weight"])
+
+
+@gspace_kinds
+def test_an_empty_parameter_is_no_obstacle(kind: Kind) -> None:
+    model = Net()
+    model.register_parameter("nothing", nn.Parameter(torch.empty(0)))
+    optimizer = kind.make(model)
+    for batch in batches(2):
+        backward(model, optimizer, batch)
+        model.nothing.grad = torch.empty(0)
+        optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())

@@ -112,7 +112,7 @@ KEEPING: dict[str, Operation] = {
     "F.relu in place, result unused": lambda x: (F.relu(x, inplace=True), x)[1],
     "dropout": nn.Dropout(0.5),
     "random mask": lambda x: x * torch.rand_like(x),
-    "there and back": lambda x: x.unsqueeze(1).transpose(1, 2).squeeze(2).contiguous(),
+    "there and back": lambda x: x.unsqueeze(-2).transpose(-1, -2).squeeze(-1).contiguous(),
     "detach": lambda x: x.detach(),
     "torch.jit ignored identity": nn.Identity(),
 }
@@ -367,6 +367,11 @@ TAKEN: dict[str, Operation] = {
     "mT[0]": lambda h: h.mT[0].mT,
     "cat, then the first": lambda h: torch.cat([h, -h], 1)[..., :8],
     "flatten, then the second": lambda h: h.flatten(1)[..., 8:16],
+    "h[0][-1]": lambda h: h[0][-1],
+    "mean(-2)[:2]": lambda h: h.mean(-2)[:2],
+    "amax(-2)[0:1]": lambda h: h.amax(-2)[0:1],
+    "chunk": lambda h: h.transpose(0, 1).chunk(2, 0)[0],
+    "transpose(1, -1) twice": lambda h: (h.transpose(1, -1) @ torch.ones(3, 3, dtype=h.dtype)).transpose(1, -1),
 }
 
 
@@ -377,3 +382,20 @@ def test_what_is_taken_from_an_activation_of_unknown_rank_is_not_guessed(taken: 
     model = Net(lambda s, x: s.b(TAKEN[taken](F.relu(s.a(x)))), **parts).double()
     found = gspace.analyze(model, example)
     assert rescaling_change(model, TOKENS, found) < EXACT
+
+
+@pytest.mark.parametrize("example", [None, "given"])
+def test_layers_across_tokens_and_across_channels_in_turn(example: str | None) -> None:
+    """As many tokens as channels: only the rank tells which of them a layer reads."""
+    tokens = (torch.randn(4, 8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+    parts = {"a": nn.Linear(5, 8), "tokens": nn.Linear(8, 8), "o": nn.Linear(8, 3)}
+    model = Net(lambda s, x: s.o(F.relu(s.tokens(F.relu(s.a(x)).transpose(1, -1)).transpose(1, -1))), **parts).double()
+    assert rescaling_change(model, tokens, gspace.analyze(model, tokens if example else None)) < EXACT
+
+
+def test_an_unsqueeze_says_nothing_about_the_rank() -> None:
+    parts = {"a": nn.Linear(5, 8), "o": nn.Linear(8, 3)}
+    model = Net(lambda s, x: s.o(F.relu(s.a(x)).unsqueeze(1)).squeeze(1), **parts).double()
+    found = gspace.analyze(model)
+    assert found.H == 8
+    assert rescaling_change(model, VECTORS, found) < EXACT

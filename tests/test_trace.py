@@ -1,6 +1,10 @@
 """How a model is followed: wrappers, modes, shapes, torch.export, and what cannot be followed at all."""
 
+import copy
+import math
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -347,3 +351,56 @@ def test_the_model_is_left_as_it_was() -> None:
     assert modes == [module.training for module in model.modules()]
     assert attributes == [set(vars(module)) for module in model.modules()]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+# What the forward pass writes
+
+
+class Writes(nn.Module):
+    """Follows the mean of its inputs, and leaves activations in attributes."""
+
+    def __init__(self, *, feature: bool, carried: bool) -> None:
+        super().__init__()
+        self.a, self.o = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.register_buffer("mean", torch.ones(5))
+        self.feature, self.carried = feature, carried
+        self.log: list[Tensor] = []
+        self.seen: dict[str, Tensor] = {}
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        h = F.relu(self.a(x - self.mean))
+        if self.feature:
+            self.last = h
+            self.log.append(h.mean())
+            self.seen["h"] = h
+        if self.carried:
+            h = h if self.state is None else h + self.state
+            self.state = h.detach()
+        return self.o(h)
+
+
+@pytest.mark.parametrize("example", [None, VECTORS], ids=["symbolic", "example"])
+@pytest.mark.parametrize("feature", [False, True])
+@pytest.mark.parametrize("carried", [False, True])
+def test_tracing_leaves_the_model_as_it_was(feature: bool, carried: bool, example: Any) -> None:
+    model = Writes(feature=feature, carried=carried).double().eval()
+    before, attributes = copy.deepcopy(model.state_dict()), set(vars(model))
+    found = gspace.analyze(model, example)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert set(vars(model)) == attributes
+    assert (model.log, model.seen, model.state) == ([], {}, None)
+    pickle.dumps(model)
+    expected = 0 if feature or carried else 7  # what an attribute holds is read by others
+    assert found.H == expected
+    model.mean[0] = math.nan
+    gspace.analyze(model, example)
+    assert model.mean.isnan().tolist() == [True, False, False, False, False]
+
+
+def test_an_analysis_of_the_model_inside_a_wrapper_is_of_another_model() -> None:
+    model = mlp(5, 6, 3)
+    with pytest.raises(ValueError, match="a wrapped model is another one"):
+        gspace.GSGD(nn.DataParallel(model), 0.1, analysis=gspace.analyze(model))

@@ -342,6 +342,7 @@ class GSpaceOptimizer(Optimizer):
         grads = [
             (p, p.grad._values() if p.grad.is_sparse else p.grad) for p in self._parameters() if p.grad is not None
         ]
+        grads = [(p, g) for p, g in grads if g.numel()]
         if not grads or any(g.device.type != "cpu" for _, g in grads):
             return
         norms = torch._foreach_norm([g for _, g in grads], torch.inf)

@@ -165,9 +165,9 @@ def analyze(
     Args:
         model: Any module; wrappers (`DataParallel`, `torch.compile`) are looked through.
         example_input: A batch the model accepts (tensor, tuple or dict). With one, sizes are known, and
-            `torch.export` follows what symbolic tracing cannot. Without one, three things are taken for granted:
-            images come in batches, what a linear layer hands to a BatchNorm1d is a matrix, and what an Embedding
-            reads is (batch, tokens). Pass one if that is not so.
+            `torch.export` follows what symbolic tracing cannot. Without one, four things are taken for granted:
+            images come in batches, what a linear layer hands to a BatchNorm1d is a matrix, what an Embedding reads is
+            (batch, tokens), and inputs that have a default are left at it. Pass one if that is not so.
         residual: "pin" grounds both operands of an addition, the paper's choice; "tie" gives them one scale.
         pin: Names of modules whose output units are pinned.
 
@@ -188,9 +188,19 @@ def analyze(
 
 def analyzed(model: nn.Module, analysis: Analysis | None, options: Mapping[str, Any]) -> Analysis:
     """What the caller has, or what `analyze(model, **options)` finds; both at once would contradict each other."""
-    if analysis is not None and options:
+    if analysis is None:
+        return analyze(model, **options)
+    if options:
         raise ValueError(f"pass either analysis= or {', '.join(options)}=, not both")
-    return analysis if analysis is not None else analyze(model, **options)
+    parameters = dict(model.named_parameters())
+    for e in analysis.edges:
+        size = e.head.numel() * e.tail.shape[1]
+        if e.name not in parameters or parameters[e.name].numel() % max(size, 1):
+            raise ValueError(
+                f"the analysis is of another model: this one has no parameter {e.name!r} of that size "
+                "(a wrapped model is another one: analyze what you pass here)"
+            )
+    return analysis
 
 
 @on_cpu

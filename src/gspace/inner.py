@@ -96,13 +96,14 @@ class InGSpace(GSpaceOptimizer):
         # What the inner optimizer's tensors stand for: a parameter, or the trained skeleton paths of a group.
         self._owned = {p: p for group in self._outside for p in group}
         self._owned.update(zip(self._weights, self._values, strict=True))
-        self._owned.update({g: row for g, (_, row) in enumerate(self._roots)})
+        self._owned.update({g: row for g, (at, row) in enumerate(self._roots) if len(at)})
         self.inner.state.update({self._owned[key]: state for key, state in known.items() if key in self._owned})
         self.inner.load_state_dict(self.inner.state_dict())  # casts the state to where the parameters are now
 
     def _restart(self, weights: Sequence[Tensor]) -> None:
         for key in [*weights, *range(len(self._roots))]:
-            self.inner.state.pop(self._owned[key], None)
+            if key in self._owned:
+                self.inner.state.pop(self._owned[key], None)
 
     def _sync_groups(self) -> None:
         """Schedulers write hyper-parameters into our groups; the inner optimizer reads its own."""

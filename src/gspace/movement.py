@@ -101,6 +101,19 @@ def flatten(walk: Walk, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     return _lost(walk, x, UNKNOWN_SIZE, (*x.shape[:start], None, *x.shape[end + 1 :]))
 
 
+def _same_with_more_dimensions(before: Tensor, after: Tensor, operation: Callable[[Tensor], Tensor]) -> bool:
+    """Whether units end up as far from the last dimension as if there were one or two more dimensions in front."""
+    where = [d - after.dim() for d in range(after.dim()) if after.shape[d] > 1]
+    for more in (1, 2):
+        try:
+            found = operation(before.reshape([1] * more + list(before.shape)))
+        except (RuntimeError, IndexError, TypeError):
+            continue  # such an input the model does not accept
+        if [d - found.dim() for d in range(found.dim()) if found.shape[d] > 1] != where:
+            return False
+    return True
+
+
 def rearrange(operation: Callable[..., Tensor]) -> Callable[..., Activation]:
     """permute, transpose, movedim …: the operation applied to the ids and, through a probe, to the sizes."""
 
@@ -117,6 +130,8 @@ def rearrange(operation: Callable[..., Tensor]) -> Callable[..., Activation]:
             return _lost(walk, x, UNKNOWN_SIZE)
         if x.spread and moved.shape[-1:] != probe.shape[-1:]:
             return _lost(walk, x, UNKNOWN_SIZE)
+        if x.loose and not _same_with_more_dimensions(x.ids, ids, lambda t: operation(t, *args, **kwargs)):
+            return _lost(walk, x, UNKNOWN_RANK)
         return Activation(ids.contiguous(), tuple(x.shape[s - 2] if s > 1 else 1 for s in moved.shape), x.spread)
 
     return rule

@@ -108,10 +108,6 @@ def rescale_(
 
 def _apply(model: nn.Module, analysis: Analysis, c: Tensor) -> None:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    for e in analysis.edges:
-        size = e.head.numel() * e.tail.shape[1]
-        if e.name not in parameters or parameters[e.name].numel() % max(size, 1):
-            raise ValueError(f"the analysis is of another model: this one has no parameter {e.name!r} of that size")
     changes: list[tuple[Tensor, Tensor]] = []
     for e in analysis.edges:
         view = e.view(parameters[e.name].detach())

@@ -66,7 +66,7 @@ def trace(model: nn.Module, example_input: Inputs | None = None) -> list[Traced]
     traced: list[Traced] = []
     seen: set[tuple[str, ...]] = set()
     for training in (True, False):
-        with _mode(model, training):
+        with _untouched(model), _mode(model, training):
             one = _trace_once(model, example_input)
         signature = tuple(f"{n.op} {n.target} {n.args} {n.kwargs}" for n in one.graph.nodes)
         if signature not in seen:
@@ -135,7 +135,57 @@ def _symbolic(model: nn.Module, example_input: Inputs | None) -> Traced:
     shell = _Shell(model, keys, by_name=bool(kwargs))
     with _no_draws(), _differentiable(model):
         graph = _Tracer().trace(shell)
+    output = next(node for node in graph.nodes if node.op == "output")
+    output.args = ((output.args[0], *_kept(model)),)
     return Traced(graph, shell, prefix="model")
+
+
+def _kept(model: nn.Module) -> list[fx.Node]:
+    """Activations that the forward pass left in attributes, for others to read: as good as an output."""
+    values = [value for m in model.modules() for value in vars(m).values()]
+    inside = [x for v in values if isinstance(v, (list, dict, set)) for x in (v.values() if isinstance(v, dict) else v)]
+    return list(dict.fromkeys(x.node for x in (*values, *inside) if isinstance(x, fx.Proxy)))
+
+
+Own = dict[str, tuple[Any, Any]]  # attributes of a module, and a copy of those that are containers
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Takes back what a forward pass writes while it is traced: into buffers, attributes and containers in them."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    owners: list[tuple[dict[str, Any], Own]] = []
+    for m in model.modules():
+        own = vars(m)
+        owners.append((own, {k: (v, v.copy() if isinstance(v, (list, dict, set)) else v) for k, v in own.items()}))
+    try:
+        yield
+    finally:
+        for own, before in owners:
+            for name in own.keys() - before.keys():
+                del own[name]
+            for name, (value, content) in before.items():
+                own[name] = value
+                if isinstance(value, list):
+                    value[:] = content
+                elif isinstance(value, (dict, set)) and not _same_content(value, content):
+                    value.clear()
+                    value.update(content)
+        with torch.no_grad():
+            for b, value in buffers:
+                if not b.is_inference() and not _equal(b, value):
+                    b.copy_(value)
+
+
+def _same_content(a: Any, b: Any) -> bool:
+    if isinstance(a, set):
+        return bool(a == b)
+    return list(a) == list(b) and all(x is y for x, y in zip(a.values(), b.values(), strict=True))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, NaN included; nothing can be read from a meta tensor, or written."""
+    return a.is_meta or torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 @contextmanager

@@ -149,6 +149,7 @@ class Walker:
             KeyError,
             ValueError,
             RuntimeError,
+            ArithmeticError,
         ):  # a call the rule was not written for: never guess
             return opaque(self.walk, *args, reason="called in a way no rule is known for", **_renamed(kwargs))
         inputs = [v for v in flatten_arguments([args, kwargs]) if isinstance(v, Activation)]
