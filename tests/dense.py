@@ -77,7 +77,7 @@ class Concat(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.a(x).relu()
-        return self.c(torch.cat([a, self.b(a).relu()], 1)[..., 1:])
+        return self.c(torch.cat([a, self.b(a).relu()], -1)[..., 1:])
 
 
 class Shared(nn.Module):

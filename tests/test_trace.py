@@ -394,7 +394,7 @@ def test_tracing_leaves_the_model_as_it_was(feature: bool, carried: bool, exampl
     assert (model.log, model.seen, model.state) == ([], {}, None)
     pickle.dumps(model)
     expected = 0 if feature or carried else 7  # what an attribute holds is read by others
-    assert found.H == expected
+    assert expected == found.H
     model.mean[0] = math.nan
     gspace.analyze(model, example)
     assert model.mean.isnan().tolist() == [True, False, False, False, False]

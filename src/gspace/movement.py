@@ -197,14 +197,14 @@ def index(walk: Walk, x: Any, key: Any) -> Any:
     ids_key: list[Any] = []
     shape: list[int | None] = []
     dim = 0
-    for k in keys:
+    for j, k in enumerate(keys):
         if k is None:
             ids_key.append(None)
             shape.append(1)
             continue
         size, constant = x.shape[dim], x.ids.shape[dim] == 1
-        if x.loose and not constant and k != slice(None):  # which of them are taken depends on the rank
-            return _lost(walk, x, UNKNOWN_RANK)
+        if x.loose and not constant and k != slice(None) and (j < at or size is None):
+            return _lost(walk, x, UNKNOWN_RANK)  # counted from the front, or joined along a dimension that was
         if isinstance(k, int):
             ids_key.append(0 if constant else k)
         else:
@@ -212,9 +212,12 @@ def index(walk: Walk, x: Any, key: Any) -> Any:
             shape.append(None if size is None and k != slice(None) else size if size is None else len(range(size)[k]))
         dim += 1
     try:
-        return Activation(x.ids[tuple(ids_key)].clone(), tuple(shape))
+        ids = x.ids[tuple(ids_key)].clone()
     except IndexError:
         return _lost(walk, x, UNKNOWN_SIZE)
+    if x.loose and x.ids.numel() and not ids.numel():  # nothing is left: there are more entries than are known
+        return _lost(walk, x, UNKNOWN_RANK)
+    return Activation(ids, tuple(shape))
 
 
 def cut(walk: Walk, x: Any, dim: int, key: Any) -> Any:
@@ -246,10 +249,10 @@ def split(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
             return Parts(Activation())
         if x.spread or (x.loose and dim > 0):
             return Parts(_lost(walk, x, UNKNOWN_SIZE if x.spread else UNKNOWN_RANK))
-        dim %= len(x.shape)
+        front, dim = dim >= 0, dim % len(x.shape)
         if x.ids.shape[dim] == 1:
             return Parts(Activation(x.ids, tuple(None if d == dim else s for d, s in enumerate(x.shape))))
-        if x.loose:
+        if x.loose and (front or x.shape[dim] is None):
             return Parts(_lost(walk, x, UNKNOWN_RANK))
         try:
             parts = operation(x.ids, sections, dim)
@@ -284,10 +287,11 @@ def cat(walk: Walk, values: Sequence[Any], dim: int = 0, **kwargs: Any) -> Activ
     if any(len(x.shape) != rank for x in xs):  # type: ignore[arg-type]
         walk.pin(xs, "joined with a value of another rank")
         return Activation()
+    unclear = dim > 0 and any(x.loose for x in xs)  # which dimension that is depends on the rank
     dim %= rank
     known = [s for s in (x.shape[dim] for x in xs if x.shape is not None) if s is not None]
     shape = list(xs[0].shape)  # type: ignore[arg-type]
-    shape[dim] = sum(known) if len(known) == len(xs) else None
+    shape[dim] = sum(known) if len(known) == len(xs) and not unclear else None
     ids = [x.ids for x in xs if x.ids is not None]
     joins = any(i.shape[dim] > 1 for i in ids) or all(i.numel() == 1 for i in ids)
     if joins and len(known) == len(xs):
