@@ -31,7 +31,7 @@ from gspace.trace import Inputs
 Reference = Literal["one", "balanced"]
 Allocation = Literal["fixed", "spread"]
 
-_VERSION, _DTYPE = attrgetter("_version"), attrgetter("dtype")
+_VERSION, _DTYPE, _TRAINED = attrgetter("_version"), attrgetter("dtype"), attrgetter("requires_grad")
 
 
 def on_skeleton(model: nn.Module, analysis: Analysis) -> bool:
@@ -179,7 +179,7 @@ class GSpaceOptimizer(Optimizer):
                     f"the model was changed after {type(self).__name__} was made: {where!r} is not what it was. "
                     f"Make a new {type(self).__name__} for the changed model."
                 )
-        if [p.requires_grad for p in self._parameters()] != self._trained:
+        if list(map(_TRAINED, self._parameters())) != self._trained:
             self._refit()
         if self._seen != self._now():
             self._follow()

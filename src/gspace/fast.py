@@ -41,7 +41,7 @@ def step(optimizer: "GSGD") -> bool:
     if torch.compiler.is_compiling():
         return False
     bound = optimizer.__dict__.get("_fast")
-    if bound is None or capturing():  # else `checks` has just seen to it
+    if bound is None or (isinstance(bound, Bound) and bound.gpu and capturing()):  # else `checks` has just seen to it
         bound = bind(optimizer)
     return isinstance(bound, Bound) and bound.step(optimizer)
 
@@ -157,7 +157,7 @@ class Bound:
         self, optimizer: "GSGD", way: Way, parameters: Sequence[Tensor], groups: Sequence[int], rest: list[list[Tensor]]
     ) -> None:
         self.way, self.parameters, self.groups, self.rest = way, list(parameters), list(groups), rest
-        self.units = len(optimizer._weights)
+        self.units, self.gpu = len(optimizer._weights), self.parameters[0].is_cuda
         self.places, self.strides = addresses(parameters), [p.stride() for p in parameters]
         self.settings = _settings(optimizer)
         self.dtypes = {p.dtype for p in parameters}
