@@ -404,3 +404,18 @@ def test_an_analysis_of_the_model_inside_a_wrapper_is_of_another_model() -> None
     model = mlp(5, 6, 3)
     with pytest.raises(ValueError, match="a wrapped model is another one"):
         gspace.GSGD(nn.DataParallel(model), 0.1, analysis=gspace.analyze(model))
+
+
+@pytest.mark.parametrize("example", [(8, 5), (torch.ones(2, 5), torch.ones(2, 5)), {"y": torch.ones(2, 5)}])
+def test_an_example_that_forward_does_not_take_is_named(example: Any) -> None:
+    with pytest.raises(gspace.TraceError, match="forward does not take this example_input: "):
+        gspace.analyze(mlp(5, 6, 3), example)
+
+
+def test_a_model_compiled_in_place_is_looked_through_and_stays_compiled() -> None:
+    model = mlp(5, 6, 3)
+    model.compile(backend="eager")
+    compiled = model._compiled_call_impl
+    assert compiled is not None
+    assert gspace.analyze(model).H == 6
+    assert model._compiled_call_impl is compiled

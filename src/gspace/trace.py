@@ -77,6 +77,16 @@ def trace(model: nn.Module, example_input: Inputs | None = None) -> list[Traced]
 
 def _trace_once(model: nn.Module, example_input: Inputs | None) -> Traced:
     args, kwargs = _arguments(example_input)
+    if example_input is not None:
+        try:
+            inspect.signature(model.forward).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TraceError(
+                f"forward does not take this example_input: {error}. A tuple holds its arguments, a dict those with "
+                "names; one argument that is itself a tuple or dict goes into a tuple."
+            ) from error
+    for m in model.modules():
+        vars(m).pop("_compiled_call_impl", None)  # `model.compile()`; `_untouched` puts it back
     try:
         traced = _symbolic(model, example_input)
     except TraceError:
