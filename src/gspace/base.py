@@ -298,7 +298,10 @@ class GSpaceOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "gspace" not in state_dict:
-            raise ValueError(f"this is not the state of a {type(self).__name__}: it has no coordinates")
+            raise ValueError(
+                f"this is not the state of a {type(self).__name__}: it has no coordinates "
+                "(torch.distributed.checkpoint drops them: save what state_dict() returns)"
+            )
         skeleton = self._saved_skeleton(state_dict["gspace"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "gspace"})
         self.skeleton = skeleton
