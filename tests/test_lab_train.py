@@ -24,7 +24,7 @@ from gspace.lab.errors import BusyError, DeviceError, Interrupted, RecipeError, 
 from gspace.lab.learners import Single, initial_model, loss_and_errors
 from gspace.lab.queue import batches, main, read_queue
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import Run, open_run, read_run
+from gspace.lab.record import Run, open_run, read_run, read_runs
 from gspace.lab.schedule import drops, learning_rate, steps_per_epoch, total_iterations
 from gspace.lab.stacked import activations, largest_stack, losses_and_gradients, matrices, stack, stackable
 from gspace.lab.train import Progress, stop_requests, train, train_many
@@ -855,3 +855,19 @@ def test_a_record_of_another_shape_is_named(tmp_path: Path, name: str, content: 
     for use in (lambda: train(recipe, tmp_path), lambda: read_run(path.parent)):
         with pytest.raises(RecordError, match=name):
             use()
+
+
+def test_a_stack_goes_on_although_one_of_its_runs_has_ended(tmp_path: Path) -> None:
+    """Whoever continues asks for the unfinished ones alone; the ended one is still part of the stack."""
+    recipes = [SMALL.but(seed=0, lr=1e6), SMALL.but(seed=1), SMALL.but(seed=2)]
+    whole = train_many(recipes, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        train_many(recipes, tmp_path / "a", stop=stop_at(30))
+    ended = [run.summary is not None for run in sorted(read_runs(tmp_path / "a"), key=lambda run: run.recipe.seed)]
+    assert ended == [True, False, False]
+    rest = train_many(recipes[1:], tmp_path / "a")
+    assert [line["test_error"] for line in rest] == [line["test_error"] for line in whole[1:]]
+    with pytest.raises(Interrupted):
+        train_many(recipes[1:], tmp_path / "b", stop=stop_at(30))
+    with pytest.raises(RecordError, match=r"seed1-.* was begun in one stack with .*seed2-.*: continue both together"):
+        train_many(recipes[1:2], tmp_path / "b")

@@ -33,6 +33,16 @@ def foreign_rows(text: str, report: str) -> list[str]:
     return [row for block in BLOCK.findall(text) for row in block.splitlines() if row and row not in lines]
 
 
+def test_every_record_is_of_one_run() -> None:
+    """Its curve ends where its summary says, and its file has the name of its recipe."""
+    for record in read_records([ROOT / "results" / "runs"]):
+        assert record.summary is not None
+        assert record.folder.stem == record.recipe.folder
+        assert record.summary["identity"] in record.recipe.folder
+        if record.summary["status"] == "finished":
+            assert record.metrics[-1]["iteration"] == record.summary["iteration"], record.folder
+
+
 def test_the_committed_report_is_that_of_the_committed_records(report: str) -> None:
     assert REPORT.read_text(encoding="utf-8") == report, "gspace report results/runs --out docs/results"
 

@@ -22,8 +22,10 @@ def panels(cells: Sequence[Cell], found: Found, measures: Sequence[str]) -> list
         grid = bool(members[0].recipes[0].validation)
         keys = measures[:1] if grid else measures
         if members[0].axis:
-            for data in dict.fromkeys(cell.recipes[0].data for cell in members):
-                made += _against_axis(part, [c for c in members if c.recipes[0].data == data], found, keys)
+            models = list(dict.fromkeys(cell.recipes[0].model for cell in members))
+            for data, model in dict.fromkeys((cell.recipes[0].data, cell.recipes[0].model) for cell in members):
+                some = [c for c in members if (c.recipes[0].data, c.recipes[0].model) == (data, model)]
+                made += _against_axis(f"{part}, {model}" if len(models) > 1 else part, some, found, keys)
         elif "test_error" not in measures or part in POINTS:
             made += _points(part, members, found, MEASURES[keys[0]])
         elif not grid:

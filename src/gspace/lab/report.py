@@ -229,7 +229,12 @@ def _environments(records: Sequence[Record]) -> Table:
     last = [record.sessions[-1] if record.sessions else {} for record in records]
     count = Counter(tuple(str(session.get(key) or "–") for key in keys) for session in last)
     rows = [
-        (*(value[:12] if key == "commit" else value for key, value in zip(keys, values, strict=True)), str(n))
+        (*(_short(value) if key == "commit" else value for key, value in zip(keys, values, strict=True)), str(n))
         for values, n in sorted(count.items())
     ]
     return Table("Environment", (*keys, "runs"), tuple(rows), len(keys))
+
+
+def _short(commit: str) -> str:
+    """Its first digits, and a + if the tree had changes."""
+    return commit[:12] + "+" * commit.endswith("+")

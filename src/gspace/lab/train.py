@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -30,7 +30,7 @@ from gspace.lab.engine import Engine, arithmetic, capture, number_type
 from gspace.lab.errors import Interrupted, RecipeError, RecordError
 from gspace.lab.learners import Learner, Single, Stacked
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import CHECKPOINT, METRICS, Line, Run, environment, finite, open_run
+from gspace.lab.record import CHECKPOINT, METRICS, SUMMARY, Line, Run, environment, finite, open_run, read_run
 from gspace.lab.schedule import drops, evaluation_interval, learning_rate, points, steps_per_epoch, total_iterations
 from gspace.lab.seeds import derive
 from gspace.lab.stacked import largest_stack, stack_key, stackable
@@ -144,10 +144,19 @@ def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
     for i in range(0, len(fresh), size):
         stacks[tuple(fresh[i : i + size])] = Single.kind if size == 1 else Stacked.kind
     for members, kind in stacks.items():
-        for name in members:
-            if name not in found:
-                raise RecordError(f"{members[0]} was begun in one stack with {name}: continue both together")
-        _work([found[name] for name in members], LEARNERS[kind], session)
+        with ExitStack() as held:
+            for name in members:
+                if name not in found:
+                    found[name] = held.enter_context(_companion(runs[0].folder.parent / name, members, found))
+            _work([found[name] for name in members], LEARNERS[kind], session)
+
+
+def _companion(folder: Path, members: Sequence[str], found: Mapping[str, Run]) -> AbstractContextManager[Run]:
+    """A run that nobody asked for because it has ended; the stack it was begun in cannot go on without its weights."""
+    if not (folder / SUMMARY).exists():
+        asked = next(name for name in members if name in found)
+        raise RecordError(f"{asked} was begun in one stack with {folder.name}: continue both together")
+    return open_run(folder.parent, read_run(folder).recipe)
 
 
 def _single(recipes: Sequence[Recipe], source: Feed, engine: Engine) -> Learner:
