@@ -603,8 +603,12 @@ def main() -> int:
     if args.table:
         if not args.out:
             parser.error("--table needs --out, the folder with the CSV files")
+        if not list(args.out.glob("step-?pu.csv")):
+            parser.error(f"{args.out} has no step-cpu.csv and no step-gpu.csv")
         args.table.write_text(page(args.out), encoding="utf-8")
         return 0
+    if args.repeats < 0:
+        parser.error(f"--repeats takes a number of turns, got {args.repeats}")
     if args.device == "cuda" and not CUDA:
         parser.error("no CUDA device is here")
     if args.device == "cpu" and {"kernels", "tiles"} & set(args.only):

@@ -192,6 +192,8 @@ def test_the_list_shows_runs_and_cost(name: str, tmp_path: Path, capsys: pytest.
     text = capsys.readouterr().out
     assert EXPERIMENTS[name].question in text
     assert re.search(r"left: \d+ runs, about .* on one NVIDIA H200", text)
+    decided = name in ("mlp-invariance", "path-sgd", "regularization", "momentum", "one-chain", "rates")
+    assert ("runs that these decide" in text) == decided
 
 
 def test_committed_records_count_as_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

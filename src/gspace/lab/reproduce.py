@@ -65,8 +65,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.list:
         scores = scores_of(recorded(args))
-        left = unfinished(cells(scores), scores)
+        left, all_left = (unfinished(cells(known), scores) for known in (scores, guessed(scores)))
         print(as_queue(left) if args.json else as_text(experiment, variant, cells(scores), scores))
+        if len(all_left) > len(left) and not args.json:
+            print(f"then {len(all_left) - len(left)} runs that these decide: about {costs(all_left)} in all")
         return 0
     tally = work(cells, args)
     document = assemble(recorded(args), [experiment], command(args))
