@@ -250,6 +250,27 @@ def test_a_run_in_two_places_counts_once_and_the_finished_one_wins(runs: Path, t
     assert all(found.summary for found in archive.read_records([tmp_path, runs]))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"summary": {}},
+        {"summary": {"status": "finished", "test_error": "x"}},
+        {"summary": {"status": "finished", "test_error": math.nan}},
+        {"summary": {"status": "finished", "test_error": 7.5}},
+        {"summary": {"status": "foo", "test_error": 0.5}},
+        {"summary": {"status": "finished", "test_error": 0.5, "identity": "0123456789ab"}},
+        {"sessions": [1]},
+    ],
+    ids=str,
+)
+def test_a_damaged_record_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
+    (path,) = archive.export([record(BASE, 0.5)], tmp_path)
+    assert archive.from_json(path).summary
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(RecordError, match=f"{path.name} is no record of a run"):
+        archive.from_json(path)
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"recipe": {"lr": -1, "epochs": 1}, "curve": {}}'])
 def test_a_file_that_is_no_record_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "digits-mlp-sgd-seed0-0123456789ab.json"

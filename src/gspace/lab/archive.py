@@ -45,9 +45,21 @@ def from_json(path: Path) -> Record:
         columns = content["curve"]
         points = tuple(dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
         recipe = Recipe.from_dict(content["recipe"])
-        return Record(path, recipe, tuple(content["sessions"]), points, content["summary"])
+        _check_summary(content["summary"], recipe)
+        return Record(path, recipe, tuple(dict(session) for session in content["sessions"]), points, content["summary"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecipeError) as error:
         raise RecordError(f"{path} is no record of a run: {error}") from error
+
+
+def _check_summary(summary: Mapping[str, Any] | None, recipe: Recipe) -> None:
+    """Raises what `from_json` reports if this is not the end of a run of this recipe."""
+    if summary is None:
+        return
+    error = summary["test_error"] if summary["status"] == "finished" else 0.0
+    if summary["status"] not in ("finished", "diverged") or not 0 <= error <= 1:
+        raise ValueError(f"status {summary['status']!r} with an error of {error!r}")
+    if summary.get("identity", "") not in recipe.folder:
+        raise ValueError(f"its recipe is that of {recipe.folder}, its end that of {summary['identity']}")
 
 
 def export(records: Iterable[Record], out: Path) -> list[Path]:
