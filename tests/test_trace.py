@@ -400,6 +400,27 @@ def test_tracing_leaves_the_model_as_it_was(feature: bool, carried: bool, exampl
     assert model.mean.isnan().tolist() == [True, False, False, False, False]
 
 
+BUFFERS: dict[str, Callable[[], Tensor | None]] = {
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "bool": lambda: torch.ones(3, dtype=torch.bool),
+    "complex": lambda: torch.ones(3, dtype=torch.complex64),
+    "8 bits": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+    "empty": lambda: torch.empty(0),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "none": lambda: None,
+    "expanded": lambda: torch.ones(1, 3).expand(4, 3),
+}
+
+
+@pytest.mark.parametrize("kind", [*BUFFERS, "inference"])
+@pytest.mark.parametrize("example", [None, VECTORS], ids=["symbolic", "example"])
+def test_buffers_of_every_kind_are_no_obstacle(kind: str, example: Any) -> None:
+    model = mlp(5, 6, 3).double()
+    with torch.inference_mode(kind == "inference"):
+        model.register_buffer("held", BUFFERS.get(kind, lambda: torch.ones(3))())
+    assert gspace.analyze(model, example).H == 6
+
+
 def test_an_analysis_of_the_model_inside_a_wrapper_is_of_another_model() -> None:
     model = mlp(5, 6, 3)
     with pytest.raises(ValueError, match="a wrapped model is another one"):

@@ -244,7 +244,7 @@ def _aliased(walk: Walk, model: nn.Module) -> None:
     """Different tensors that share memory: scaling one would scale the other unseen."""
     owners: dict[int, list[str]] = {}
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
-        if p.device.type != "meta" and p.numel():
+        if p.device.type != "meta" and p.layout == torch.strided and p.numel():
             owners.setdefault(p.untyped_storage().data_ptr(), []).append(name)
     for shared in owners.values():
         for name in shared if len(shared) > 1 else ():

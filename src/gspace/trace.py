@@ -163,7 +163,7 @@ Own = dict[str, tuple[Any, Any]]  # attributes of a module, and a copy of those 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Takes back what a forward pass writes while it is traced: into buffers, attributes and containers in them."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    buffers = [(b, b._version, b.detach().clone()) for b in model.buffers() if not b.is_inference()]
     owners: list[tuple[dict[str, Any], Own]] = []
     for m in model.modules():
         own = vars(m)
@@ -182,20 +182,15 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                     value.clear()
                     value.update(content)
         with torch.no_grad():
-            for b, value in buffers:
-                if not b.is_inference() and not _equal(b, value):
-                    b.copy_(value)
+            for b, version, content in buffers:
+                if b._version != version:
+                    b.copy_(content)
 
 
 def _same_content(a: Any, b: Any) -> bool:
     if isinstance(a, set):
         return bool(a == b)
     return list(a) == list(b) and all(x is y for x, y in zip(a.values(), b.values(), strict=True))
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, NaN included; nothing can be read from a meta tensor, or written."""
-    return a.is_meta or torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 @contextmanager
