@@ -641,7 +641,8 @@ def test_kernels_counted_by_the_profiler() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_step_follows_the_rate_and_equals_the_definition() -> None:
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_captured_step_follows_the_rate_and_equals_the_definition(moved: bool) -> None:
     torch.manual_seed(0)
     rates = [torch.tensor(0.05, device="cuda") for _ in range(2)]
     one = convolutional().double().cuda()
@@ -657,20 +658,29 @@ def test_a_captured_step_follows_the_rate_and_equals_the_definition() -> None:
         put(two, gradients(two, 1))
         optimizer.step()
     torch.cuda.current_stream().wait_stream(side)
+    before = [p.grad for p in two.parameters()]  # alive: what is put next lies elsewhere
+    if moved:
+        put(two, gradients(two, 1))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optimizer.step()
+    assert (optimizer._fast.header.last is None) == moved  # the graph copies, or reads what the step before it read
     put(one, gradients(one, 1))
     definition.step()
     static = [p.grad for p in two.parameters()]
+    assert all((a is b) != moved for a, b in zip(before, static, strict=True))
     for seed in range(2, 100):
         for rate in rates:
             rate.fill_(0.1 / seed)
+        put(one, gradients(one, seed, scale=0.01))
+        definition.step()
+        if seed % 10 == 5:  # a step between replays, with gradients that lie elsewhere
+            put(two, gradients(two, seed, scale=0.01))
+            optimizer.step()
+            continue
         for g, new in zip(static, gradients(two, seed, scale=0.01), strict=True):
             g.copy_(new)
         graph.replay()
-        put(one, gradients(one, seed, scale=0.01))
-        definition.step()
     assert_equal(definition, optimizer)
 
 

@@ -22,7 +22,7 @@ from gspace.tables import Given, Network, Tile, addresses, hyper_parameters
 
 FOLD, DEPTH, ROOTS, UNITS = 32, 64, 16, 256  # items of one program of the small passes, and sums it reads at a time
 SPARE = 4  # captured steps between two others that find memory made for them
-KEPT: list[Tensor] = []  # on the host: a CUDA graph reads them at each replay, whatever becomes of the optimizer
+KEPT: list[object] = []  # a CUDA graph reads them at each replay, whatever becomes of the optimizer
 DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)  # how compiled kernels are called varied before
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
@@ -228,9 +228,9 @@ def _rate(value: float | Tensor, device: torch.device) -> int:
 class Header:
     """Addresses and hyper-parameters, uploaded when they change.
 
-    Under capture the copy from the host becomes part of the graph, which must find what it copies at every replay: each
-    captured step gets memory of its own for it, on both sides; that of the host is made before, for SPARE of them: none
-    may be pinned then.
+    A captured step reads what the step before it did, if that still holds (gradients stay where they are). Otherwise
+    the copy from the host becomes part of the graph, which must find what it copies at every replay: such a step gets
+    memory of its own for it, on both sides; that of the host is made before, for SPARE of them: none may be pinned then.
     """
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
@@ -249,8 +249,10 @@ class Header:
         values.extend(rates)
         content = values.tobytes()
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self.last is not None and self.last[0] == content and not capturing:
+        if self.last is not None and self.last[0] == content:
             sent = self.last[1]
+            if capturing:
+                KEPT.append(sent)
         else:
             aligned = functools.reduce(operator.or_, places, self.together) % 16 == 0
             there, n = self._send(torch.frombuffer(values, dtype=torch.int64), capturing), self.count
