@@ -664,7 +664,7 @@ def test_a_captured_step_follows_the_rate_and_equals_the_definition(moved: bool)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optimizer.step()
-    assert (optimizer._fast.header.last is None) == moved  # the graph copies, or reads what the step before it read
+    assert (optimizer._fast.way.header.last is None) == moved  # the graph copies, or reads what the step before it read
     put(one, gradients(one, 1))
     definition.step()
     static = [p.grad for p in two.parameters()]
