@@ -17,7 +17,7 @@ from gspace.lab.optimizers import build_optimizer
 from gspace.lab.queue import batches, read_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.stacked import stackable
-from gspace.lab.tables import CONTROLS, EXPERIMENTS, TABLE_1, cifar, invariant_ratio
+from gspace.lab.tables import CONTROLS, FROM_SKELETON, EXPERIMENTS, TABLE_1, cifar, invariant_ratio
 from gspace.lab.transform import feed
 
 ABSENT = frozenset({"mnist", "fashion_mnist", "cifar10", "cifar100"})
@@ -75,8 +75,9 @@ def test_every_comparison_carries_its_controls(name: str, variant: Variant) -> N
     lines: dict[tuple[str, str], set[str]] = {}
     for cell in variant.cells(EXPERIMENTS[name], decided):
         lines.setdefault((cell.part, cell.line), set()).add(cell.method.key)
+    controls = [FROM_SKELETON] if name in ("regularization", "momentum") else CONTROLS  # each of them tuned: one is dear
     for methods in lines.values():
-        assert methods >= {"sgd", "gsgd", *(control.key for control in CONTROLS)}
+        assert methods >= {"sgd", "gsgd", *(control.key for control in controls)}
 
 
 def test_table_1_has_the_papers_settings() -> None:
@@ -168,17 +169,33 @@ def test_initial_weights_differ_from_table_1_in_the_draw_alone() -> None:
 def test_a_grid_is_judged_on_validation_images_and_its_winner_on_test_images(name: str) -> None:
     before = Variant().cells(EXPERIMENTS[name], unknown)
     after = Variant().cells(EXPERIMENTS[name], decided)
-    chosen = [cell for cell in after if cell.setting]
+    grid = [cell.recipes[0] for cell in after if cell.recipes[0].validation]
+    chosen = [cell for cell in after if cell.setting and cell.recipes[0] not in grid]
     assert not any(cell.setting for cell in before)
     assert [cell for cell in after if not cell.setting] == before
     assert chosen
-    grids = {cell.part for cell in before if cell.recipes[0].validation}
-    assert grids
-    largest = max(cell.recipes[0].lr + cell.recipes[0].weight_decay for cell in before if cell.part in grids)
+    assert grid
+    largest = max(recipe.lr + recipe.weight_decay for recipe in grid)
     for cell in chosen:
         assert cell.recipes[0].validation == 0
         assert len(cell.recipes) >= 3
         assert cell.recipes[0].lr + cell.recipes[0].weight_decay == largest  # what `decided` prefers
+
+
+def test_methods_with_momentum_are_tuned_with_equal_effort() -> None:
+    cells = Variant().cells(EXPERIMENTS["momentum"], decided)
+    runs: dict[tuple[str, str], list[Recipe]] = {}
+    for cell in cells:
+        if cell.recipes[0].validation:
+            runs.setdefault((cell.recipes[0].model, cell.method.key), []).extend(cell.recipes)
+    assert {model for model, _ in runs} == {"plain-34", "resnet-34"}
+    assert {key for _, key in runs} == {"sgd", "gsgd", "sgd-skeleton"}
+    for tried in runs.values():
+        assert len(set(tried)) == 5
+        assert {recipe.iterations for recipe in tried} == {8000}
+        assert {recipe.weight_decay for recipe in tried} == {1e-4, 5e-4, 2e-3}
+        assert {recipe.lr for recipe in tried if recipe.weight_decay == 5e-4} == {0.03, 0.1, 0.3}
+        assert {recipe.lr for recipe in tried if recipe.weight_decay != 5e-4} == {0.3}  # what `decided` prefers
 
 
 def test_best_waits_for_all_runs_and_never_prefers_one_that_diverged() -> None:
