@@ -17,7 +17,7 @@ from gspace.lab.optimizers import build_optimizer
 from gspace.lab.queue import batches, read_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.stacked import stackable
-from gspace.lab.tables import CONTROLS, FROM_SKELETON, EXPERIMENTS, TABLE_1, cifar, invariant_ratio
+from gspace.lab.tables import CONTROLS, EXPERIMENTS, FROM_SKELETON, TABLE_1, cifar, invariant_ratio
 from gspace.lab.transform import feed
 
 ABSENT = frozenset({"mnist", "fashion_mnist", "cifar10", "cifar100"})
@@ -75,7 +75,8 @@ def test_every_comparison_carries_its_controls(name: str, variant: Variant) -> N
     lines: dict[tuple[str, str], set[str]] = {}
     for cell in variant.cells(EXPERIMENTS[name], decided):
         lines.setdefault((cell.part, cell.line), set()).add(cell.method.key)
-    controls = [FROM_SKELETON] if name in ("regularization", "momentum") else CONTROLS  # each of them tuned: one is dear
+    tuned = name in ("regularization", "momentum")  # a grid for each control: one is dear enough
+    controls = [FROM_SKELETON] if tuned else CONTROLS
     for methods in lines.values():
         assert methods >= {"sgd", "gsgd", *(control.key for control in controls)}
 

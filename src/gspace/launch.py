@@ -229,8 +229,8 @@ class Header:
     """Addresses and hyper-parameters, uploaded when they change.
 
     A captured step reads what the step before it did, if that still holds (gradients stay where they are). Otherwise
-    the copy from the host becomes part of the graph, which must find what it copies at every replay: such a step gets
-    memory of its own for it, on both sides; that of the host is made before, for SPARE of them: none may be pinned then.
+    the copy from the host becomes part of the graph, which must find what it copies at every replay: such a step has
+    memory of its own for it on both sides, that of the host made before, for SPARE of them: none may be pinned then.
     """
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
