@@ -246,6 +246,7 @@ static void advance(const Plan *p, REAL *restrict in, REAL *restrict out)
     }
     if (p->spread)
         for (int64_t u = 1; u < n; u++) c[u] = (REAL)(1 / sqrt(fabs((double)rc[u])));
+#pragma omp simd
     for (int64_t u = 0; u < n; u++) {
         f[u] = 1 / in[u];
         f[n + u] = 1 / out[u];
