@@ -120,6 +120,18 @@ def test_non_finite_gradients_change_nothing(kind: Kind, name: str, bad: float) 
     assert_same(one, two)
 
 
+@gspace_kinds
+def test_gradients_whose_sum_overflows_are_finite_still(kind: Kind) -> None:
+    model = Net().half()
+    optimizer = kind.make(model)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e-3)
+    model.head.bias.grad = torch.full_like(model.head.bias, 6e4)  # two of them are more than float16 holds
+    before = values(model)
+    optimizer.step()
+    assert "hidden.weight" in moved(model, before)
+
+
 @kinds
 def test_maximize_ascends(kind: Kind) -> None:
     """On −ℓ it takes the steps that it takes on ℓ otherwise."""

@@ -13,8 +13,7 @@ Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -27,6 +26,7 @@ from gspace.graph import Analysis, Residual, analyzed
 from gspace.skeleton import Skeleton, build_skeleton, path_products, skeleton_values
 from gspace.step import BatchNormRule, Layer
 from gspace.trace import Inputs
+from gspace.watch import Watch
 
 Reference = Literal["one", "balanced"]
 Allocation = Literal["fixed", "spread"]
@@ -136,15 +136,7 @@ class GSpaceOptimizer(Optimizer):
         self._home = [(w.device, w.dtype) for w in self._weights]
         self._trained = [p.requires_grad for p in self._parameters()]
         self._fast: Any = None  # the implementation that was bound to where the parameters lay
-        self._links = [
-            (path, owner, dict(owner))
-            for path, m in self.model.named_modules()
-            for owner in (m._parameters, m._modules)
-        ]
-        owners = [owner for _, owner, _ in self._links]
-        filled = [owner for owner in owners if owner]
-        names, values = [k for owner in filled for k in owner], [x for owner in filled for x in owner.values()]
-        self._held = owners, list(map(len, owners)), filled, names, values
+        self._watch = Watch(self.model)
 
     def _measure(self) -> tuple[Tensor, Tensor]:
         """Ĩ and Õ of the weights as they are."""
@@ -171,27 +163,16 @@ class GSpaceOptimizer(Optimizer):
 
     def _check(self) -> None:
         """The model must be the one that was analyzed; weights that others changed give new coordinates."""
-        for path, owner, seen in self._links if not self._same_model() else ():
-            if owner.keys() != seen.keys() or any(owner[key] is not value for key, value in seen.items()):
-                key = next(k for k in [*seen, *owner] if k not in owner or k not in seen or owner[k] is not seen[k])
-                where = f"{path}.{key}".strip(".")
-                raise RuntimeError(
-                    f"the model was changed after {type(self).__name__} was made: {where!r} is not what it was. "
-                    f"Make a new {type(self).__name__} for the changed model."
-                )
+        changed = self._watch.changed()
+        if changed is not None:
+            raise RuntimeError(
+                f"the model was changed after {type(self).__name__} was made: {changed!r} is not what it was. "
+                f"Make a new {type(self).__name__} for the changed model."
+            )
         if list(map(_TRAINED, self._parameters())) != self._trained:
             self._refit()
         if self._seen != self._now():
             self._follow()
-
-    def _same_model(self) -> bool:
-        """Whether every module holds the same objects under the same names in the same order: the usual case, fast."""
-        owners, sizes, filled, names, values = self._held
-        return (
-            list(map(len, owners)) == sizes
-            and all(map(is_, chain.from_iterable(map(dict.values, filled)), values))
-            and all(map(is_, chain.from_iterable(filled), names))
-        )
 
     def _follow(self) -> None:
         """Takes Ĩ and Õ from the weights, except where they agree to rounding."""
@@ -345,13 +326,13 @@ class GSpaceOptimizer(Optimizer):
         grads = [
             (p, p.grad._values() if p.grad.is_sparse else p.grad) for p in self._parameters() if p.grad is not None
         ]
-        grads = [(p, g) for p, g in grads if g.numel()]
         if not grads or any(g.device.type != "cpu" for _, g in grads):
             return
-        norms = torch._foreach_norm([g for _, g in grads], torch.inf)
-        finite = torch.stack([norm.float() for norm in norms]).isfinite()
-        if not bool(finite.all()):
-            bad = grads[int(finite.logical_not().nonzero()[0])][0]
+        # A sum is finite only if every term is; if it is not, it may have overflowed.
+        if bool(torch.stack([g.sum().float() for _, g in grads]).isfinite().all()):
+            return
+        bad = next((p for p, g in grads if not bool(g.isfinite().all())), None)
+        if bad is not None:
             name = next(name for name, p in self.model.named_parameters() if p is bad)
             raise RuntimeError(f"the gradient of {name} is not finite; no weight and no state was changed")
 
@@ -374,9 +355,8 @@ class GSpaceOptimizer(Optimizer):
         spread = every.abs().rsqrt() if self.allocation == "spread" else torch.ones_like(every)
         return every, spread
 
-    def _write(self, layer: Layer, parameter: Tensor, weight: Tensor, view: Tensor, entries: Tensor) -> None:
-        """Puts the new view and the new skeleton entries into the parameter; `weight` is what `_read` gave."""
-        layer.edges.view(weight).copy_(view)
+    def _write(self, layer: Layer, parameter: Tensor, weight: Tensor, entries: Tensor) -> None:
+        """Puts the new weights and their skeleton entries into the parameter; `weight` is what `_read` gave."""
         weight[layer.entries] = entries
         if weight is not parameter:
             parameter.copy_(weight)

@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 from gspace import step as algorithm
 from gspace.base import Allocation, GSpaceOptimizer, Reference, wide
 from gspace.graph import Analysis, Residual
-from gspace.step import BatchNormRule
+from gspace.step import BatchNormRule, Layer
 from gspace.trace import Inputs
 
 
@@ -147,19 +147,31 @@ class InGSpace(GSpaceOptimizer):
         value = self.incoming * self.outgoing
         for layer, weight, grad, v in zip(self._layers, weights, grads, self._values, strict=True):
             view = layer.edges.view(weight)
-            inverse = self._inverses(layer, view)
             if v.grad is None:  # a copy has none, and none is there after a step without gradients
                 v.grad = torch.zeros_like(v)
-            layer.edges.view(v.detach()).copy_(view / inverse)
-            layer.edges.view(v.grad).copy_(algorithm.path_gradient(layer, view, grad, inverse, self.batch_norm))
+            self._path_values(layer, view, layer.edges.view(v.detach()))
+            gradient = layer.edges.view(v.grad)
+            torch.mul(layer.edges.view(grad), layer.columns(self.incoming.reciprocal(), view), out=gradient)
+            gradient.mul_(layer.rows(self.outgoing.reciprocal(), view))
+            if layer.edges.normalized:
+                gradient.mul_(algorithm.row_norms(view, self.batch_norm))
             v[layer.entries] = 0
             v.grad[layer.entries] = 0
         for at, row in self._roots:
             row.copy_(value[at][None])
             row.grad = root_grad[at][None].to(row.dtype)
 
+    def _path_values(self, layer: Layer, view: Tensor, out: Tensor) -> Tensor:
+        """v = w·Ĩ(tail)·Õ(head), written into `out`."""
+        torch.mul(view, layer.columns(self.incoming, view), out=out)
+        return out.mul_(layer.rows(self.outgoing, view))
+
     def _allocate(self, weights: Sequence[Tensor]) -> None:
-        """Reads v' back and allocates it to weights: lr·d of `allocate_weights` is v − v' here."""
+        """Reads v' back and allocates it to weights, as `allocate_weights` does: lr·d is v − v' here.
+
+        All of it happens in the memory of the gradients, which have done their work: weights are many, and fresh memory
+        costs more than arithmetic.
+        """
         raw = torch.ones_like(self.incoming)
         value = self.incoming * self.outgoing
         for at, row in self._roots:
@@ -168,9 +180,13 @@ class InGSpace(GSpaceOptimizer):
         every, spread = self._finish(ratio, raw)
         for k, (layer, weight, v) in enumerate(zip(self._layers, weights, self._values, strict=True)):
             view = layer.edges.view(weight)
-            inverse = self._inverses(layer, view)
-            moved = view / inverse - layer.edges.view(v)
             entries = algorithm.allocate_skeleton(layer, weight[layer.entries], every, spread)
-            new = algorithm.allocate_weights(layer, view, moved, inverse, every, spread, 1)
-            self._write(layer, self._weights[k], weight, new, entries)
+            scratch = torch.empty_like(v) if v.grad is None else v.grad
+            moved = self._path_values(layer, view, layer.edges.view(scratch)).sub_(layer.edges.view(v))
+            moved.mul_(layer.columns(self.incoming.reciprocal(), view))
+            view.sub_(moved.mul_(layer.rows(self.outgoing.reciprocal(), view)))
+            view.mul_(layer.columns((every * spread).reciprocal(), view))
+            if self.allocation == "spread":
+                view.mul_(layer.rows(spread, view))
+            self._write(layer, self._weights[k], weight, entries)
         self._advance(every, spread)

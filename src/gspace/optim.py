@@ -177,7 +177,8 @@ class GSGD(GSpaceOptimizer):
             moved = self._momentum(layer, self._weights[k], path_grad, group)
             entries = algorithm.allocate_skeleton(layer, weight[layer.entries], every, spread)
             new = algorithm.allocate_weights(layer, view, moved, inverse, every, spread, group["lr"])
-            self._write(layer, self._weights[k], weight, new, entries)
+            view.copy_(new)
+            self._write(layer, self._weights[k], weight, entries)
         self._advance(every, spread)
 
     def _shrink(self, weights: Sequence[Tensor], grads: Sequence[Tensor], root_grad: Tensor) -> Number:
