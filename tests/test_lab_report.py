@@ -26,10 +26,10 @@ SGD = Method("sgd", "SGD", {"optimizer": "sgd"})
 G_SGD = Method("gsgd", "G-SGD", {"optimizer": "gsgd"})
 CONTROL = Method("sgd-skeleton", "SGD from skeleton init", {"init": "skeleton"}, True)
 BASE = Recipe(data="cifar10", model="plain-34", iterations=100)
-ERROR, LOSS, SPEED = (MEASURES[key] for key in ("test_error", "fit_loss", "images_per_second"))
+ERROR, LOSS = (MEASURES[key] for key in ("test_error", "fit_loss"))
 
 
-def record(recipe: Recipe, error: float | None, *, loss: float = 0.5, speed: float = 100.0) -> Record:
+def record(recipe: Recipe, error: float | None, *, loss: float = 0.5) -> Record:
     """A run that ended with this test error, or diverged at its second point."""
     status = "finished" if error is not None else "diverged"
     points = tuple(
@@ -37,7 +37,7 @@ def record(recipe: Recipe, error: float | None, *, loss: float = 0.5, speed: flo
         for k in (50, 100)
     )
     summary = {"status": status, "iteration": 100, "iterations": 100, "test_error": error}
-    measured = {"fit_loss": loss, "images_per_second": speed} if error is not None else {}
+    measured = {"fit_loss": loss} if error is not None else {}
     return Record(Path("x"), recipe, ({"torch": "2.13.0", "gpu": None},), points, {**summary, **measured})
 
 
@@ -83,13 +83,6 @@ def test_differences_are_between_runs_of_one_seed() -> None:
     runs = found((base, (0.10, 0.30, 0.20)), (other, (0.09, 0.29)))
     assert difference(base, other, runs, ERROR) == "-1.00 ± 0.00 (2)"  # the third seed has no partner
     assert difference(base, other, found((base, (0.1,)), (other, (None,))), ERROR) == "–"
-
-
-def test_speeds_are_compared_by_their_ratio() -> None:
-    base, other = cell(SGD, 1), cell(G_SGD, 1)
-    runs = {base.recipes[0]: record(base.recipes[0], 0.1, speed=1000.0)}
-    runs[other.recipes[0]] = record(other.recipes[0], 0.1, speed=930.0)
-    assert difference(base, other, runs, SPEED) == "-7.0 % (1)"
 
 
 # Layout

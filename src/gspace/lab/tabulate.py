@@ -19,14 +19,12 @@ class Measure:
     Attributes:
         scale: From the summary's unit to the label's.
         form: How it is written.
-        relative: Whether two of them are compared by their ratio.
     """
 
     key: str
     label: str
     scale: float
     form: str
-    relative: bool = False
 
     def write(self, value: float) -> str:
         return format(value, self.form)
@@ -37,7 +35,6 @@ MEASURES = {
     for measure in (
         Measure("test_error", "test error, %", 100, ".2f"),
         Measure("fit_loss", "training loss", 1, ".3g"),
-        Measure("images_per_second", "images per second", 1, ",.0f", relative=True),
     )
 }
 
@@ -162,7 +159,6 @@ def difference(base: Cell | None, other: Cell | None, found: Found, measure: Mea
     both = sorted(ours.keys() & theirs.keys())
     if not both:
         return "–"
-    values = [100 * (ours[s] / theirs[s] - 1) if measure.relative else ours[s] - theirs[s] for s in both]
-    form, unit = (".1f", " %") if measure.relative else (measure.form, "")
-    spread = f" ± {stdev(values):{form}}" if len(values) > 1 else ""
-    return f"{fmean(values):+{form}}{spread}{unit} ({len(values)})"
+    values = [ours[seed] - theirs[seed] for seed in both]
+    spread = f" ± {stdev(values):{measure.form}}" if len(values) > 1 else ""
+    return f"{fmean(values):+{measure.form}}{spread} ({len(values)})"
