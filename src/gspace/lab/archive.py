@@ -2,7 +2,8 @@
 
     {"recipe": {fields not at their default}, "sessions": [...], "summary": {...}, "curve": {"iteration": [...], ...}}
 
-A report reads run folders and such files alike.
+`test_error` is that of held-out training images where the recipe has a `validation`. Curves are thinned: the lowest
+error of a run may lie between two points. A report reads run folders and such files alike.
 """
 
 import json
