@@ -93,7 +93,7 @@ def run(definition: gspace.GSGD, optimizer: gspace.GSGD, steps: int = 3) -> None
             o.step()
     assert optimizer._fast is bound
     assert isinstance(bound, fast.Bound)
-    assert definition._fast == "foreach=False"
+    assert definition._fast.reason == "foreach=False"
 
 
 def assert_equal(definition: gspace.GSGD, optimizer: gspace.GSGD, rtol: float = 1e-12) -> None:
@@ -525,7 +525,7 @@ def test_a_rate_on_the_device_takes_late_and_sparse_gradients() -> None:
 
 def chosen(model: nn.Module, **options: Any) -> str:
     bound = fast.bind(gspace.GSGD(model, 0.1, **options))
-    return type(bound.way).__name__ if isinstance(bound, fast.Bound) else bound
+    return type(bound.way).__name__ if isinstance(bound, fast.Bound) else bound.reason
 
 
 def test_foreach_and_fused_choose() -> None:

@@ -315,6 +315,8 @@ def test_a_stopped_run_continues_to_the_same_bits(tmp_path: Path, case: str) -> 
     train(recipe, tmp_path / "b")
     assert_equal_runs(tmp_path / "a", tmp_path / "b", recipe)
     assert [s["iteration"] for s in read_run(tmp_path / "a" / recipe.folder).sessions] == [0, 5, 8]
+    summary = read_run(tmp_path / "a" / recipe.folder).summary
+    assert summary["wall_seconds"] > summary["seconds"]  # training and evaluation, those before a stop included
 
 
 @pytest.mark.parametrize("case", [name for name, recipe in CASES.items() if stackable(recipe)])

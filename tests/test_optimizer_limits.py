@@ -352,10 +352,14 @@ def test_a_way_chosen_later_is_taken() -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    assert optimizer._fast != "foreach=False"
+    first = optimizer.statistics()["way"]
+    assert first in ("NativeStep", "ForeachStep")
     optimizer.param_groups[0]["foreach"] = False
     optimizer.step()
-    assert optimizer._fast == "foreach=False"
+    assert optimizer.statistics()["way"] == "the definition: foreach=False"
+    optimizer.param_groups[0]["foreach"] = None
+    optimizer.step()
+    assert optimizer.statistics()["way"] == first
 
 
 def test_a_weight_with_gaps_in_memory_is_checked_by_whoever_takes_the_step() -> None:

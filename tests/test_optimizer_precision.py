@@ -163,7 +163,7 @@ def test_a_compiled_step_is_the_step_and_compiles_once(kind: Kind, dynamo: None)
             backward(model, optimizer, batch)
             with torch.compiler.set_stance("default" if n < 2 else "fail_on_recompile"):
                 take()
-    assert counters["stats"]["unique_graphs"] > 0
+    assert (counters["stats"]["unique_graphs"] > 0) != kind.gspace  # a step in G-space is a call from the graph
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 

@@ -5,13 +5,11 @@ they can be measured at any time; that is done before the next step whenever som
 weights. Coordinates that agree with the weights to rounding are kept as they are: saving, copying or resuming never
 changes a trajectory.
 
-Tensors and dicts are changed in place, attributes are not assigned inside a step: a compiled step loses assignments to
-attributes of an optimizer.
-
 Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -19,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gspace import step as algorithm
 from gspace.balance import balanced_log_scales
@@ -73,6 +72,7 @@ class GSpaceOptimizer(Optimizer):
         for name, value in defaults.items():
             if isinstance(value, float | Tensor) and value != value:
                 raise ValueError(f"{name} is not a number: {value}")
+        refuse_meta(model)
         self.model = model
         self.batch_norm, self.allocation = batch_norm, allocation
         self.max_ratio, self.max_drift = max_ratio, max_drift
@@ -136,6 +136,7 @@ class GSpaceOptimizer(Optimizer):
         self._home = [(w.device, w.dtype) for w in self._weights]
         self._trained = [p.requires_grad for p in self._parameters()]
         self._fast: Any = None  # the implementation that was bound to where the parameters lay
+        self._keep_memory()
         self._watch = Watch(self.model)
 
     def _measure(self) -> tuple[Tensor, Tensor]:
@@ -156,10 +157,11 @@ class GSpaceOptimizer(Optimizer):
 
     def _mark(self) -> None:
         """The weights are those the coordinates belong to. Rounded to 16 bits they may not be: measure them again."""
-        if torch.compiler.is_compiling():
-            _remember(self)
-        else:
-            self._seen = None if self._narrow else self._now()
+        self._seen = None if self._narrow else self._now()
+
+    def _keep_memory(self) -> None:
+        """Holds on to the memory of the weights: what others assign to them must come to lie elsewhere."""
+        self._memory = [w.detach() for w in self._weights]
 
     def _check(self) -> None:
         """The model must be the one that was analyzed; weights that others changed give new coordinates."""
@@ -191,6 +193,7 @@ class GSpaceOptimizer(Optimizer):
             setattr(self, name, old.copy_(torch.where(close, old, new)))
         if moved:
             self._move_state()
+        self._keep_memory()
         self._mark()
 
     def _move_state(self) -> None:
@@ -275,25 +278,41 @@ class GSpaceOptimizer(Optimizer):
         self._seen = None  # the weights may be loaded after this, or before, or never
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "gspace": self._own_state()}
+        """As torch's, with "gspace": skeleton and coordinates. Hooks see all of it."""
+        with _hook(self.register_state_dict_post_hook(_add_own_state, prepend=True)):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if "gspace" not in state_dict:
-            raise ValueError(
-                f"this is not the state of a {type(self).__name__}: it has no coordinates "
-                "(torch.distributed.checkpoint drops them: save what state_dict() returns)"
-            )
-        skeleton = self._saved_skeleton(state_dict["gspace"])
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "gspace"})
-        self.skeleton = skeleton
-        self._load_own_state(state_dict["gspace"])
+        found: list[tuple[Skeleton, Mapping[str, Any]]] = []
+
+        def take(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            if "gspace" not in state:
+                raise ValueError(
+                    f"this is not the state of a {type(self).__name__}: it has no coordinates "
+                    "(torch.distributed.checkpoint drops them: save what state_dict() returns)"
+                )
+            found.append((self._saved_skeleton(state["gspace"]), state["gspace"]))
+            return {key: value for key, value in state.items() if key != "gspace"}
+
+        with _hook(self.register_load_state_dict_pre_hook(take)):
+            super().load_state_dict(state_dict)
+        self.skeleton, own = found[0]
+        self._load_own_state(own)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this object alone: hooks, and the `step` that a scheduler wraps."""
-        own = ("step", "_zero_grad_profile_name", "_fast")
+        own = ("step", "_zero_grad_profile_name", "_fast", "_memory")
         return {k: v for k, v in self.__dict__.items() if k not in own and not k.startswith("_optimizer_")}
 
     # One step ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. Inside of `torch.compile` it is a call from the graph: there is nothing to gain in it."""
+        return _uncompiled(self, closure) if torch.compiler.is_compiling() else self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        raise NotImplementedError
 
     def _begin(self, closure: Callable[[], Any] | None) -> Any:
         """What comes before every step: the closure, and whether it may be taken."""
@@ -301,9 +320,7 @@ class GSpaceOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.compiler.is_compiling():
-            _look(self)
-        elif not capturing():
+        if not capturing():
             self._check()
             self._refuse_non_finite()
         return loss
@@ -386,16 +403,29 @@ class GSpaceOptimizer(Optimizer):
         }
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # what others did to the model is no part of a compiled step
-def _look(optimizer: GSpaceOptimizer) -> None:
-    if not capturing():
-        optimizer._check()
-        GSpaceOptimizer._refuse_non_finite(optimizer)  # the compiled step is the definition, which relies on it
+def _add_own_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    assert isinstance(optimizer, GSpaceOptimizer)
+    return {**state_dict, "gspace": optimizer._own_state()}
+
+
+@contextmanager
+def _hook(handle: RemovableHandle) -> Iterator[None]:
+    """A hook that is there for one call."""
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _remember(optimizer: GSpaceOptimizer) -> None:
-    optimizer._mark()
+def _uncompiled(optimizer: GSpaceOptimizer, closure: Callable[[], Any] | None) -> Any:
+    return optimizer._step(closure)
+
+
+def refuse_meta(model: nn.Module) -> None:
+    name = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if name is not None:
+        raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
 
 
 def capturing() -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace.base import on_skeleton, wanted
+from gspace.base import on_skeleton, refuse_meta, wanted, wide
 from gspace.graph import Analysis, Residual, analyze, analyzed
 from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
@@ -96,6 +96,7 @@ class PathSGD(Optimizer):
         analysis: Analysis | None = None,
     ) -> None:
         _require_model(model)
+        refuse_meta(model)
         if not isinstance(interval, int) or interval < 1:
             raise ValueError(f"interval must be a positive number of steps, got {interval!r}")
         options: dict[str, Any] = {
@@ -125,6 +126,27 @@ class PathSGD(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return _own_state(self)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if hasattr(self, "graph"):  # not while it is made
+            try:
+                self._refuse_strangers()
+            except ValueError:
+                self.param_groups.pop()
+                raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch does, but κ keeps the precision it was saved in."""
+        if any("steps" not in group for group in state_dict["param_groups"]):
+            raise ValueError("this is the state of another optimizer, not of PathSGD")
+        super().load_state_dict(state_dict)
+        saved = (i for group in state_dict["param_groups"] for i in group["params"])
+        mine = (p for group in self.param_groups for p in group["params"])
+        for i, p in zip(saved, mine, strict=True):
+            kappa = state_dict["state"].get(i, {}).get("kappa")
+            if kappa is not None:
+                self.state[p]["kappa"] = kappa.to(p.device, copy=True)
+
     def _refuse_strangers(self) -> None:
         known = {id(p) for p in self.graph.model.parameters()}
         for p in (p for group in self.param_groups for p in group["params"]):
@@ -139,12 +161,12 @@ class PathSGD(Optimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # which step it is, is no part of a compiled step
     def _refresh(self) -> None:
-        """κ of every edge that is trained, kept in the dtype that a saved state keeps; counts the step."""
+        """κ of every edge that is trained, at least in float32: it is a square; counts the step."""
         stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
         trained = self._trained()
         if stale or any("kappa" not in self.state[p] for p in trained):
             for p, kappa in zip(trained, path_kappa(self.graph, trained), strict=True):
-                self.state[p]["kappa"] = torch.zeros_like(p) if kappa is None else kappa.to(p.dtype)
+                self.state[p]["kappa"] = torch.zeros_like(wide(p)) if kappa is None else kappa.to(wide(p).dtype)
         for group in self.param_groups:
             group["steps"] += 1
 
@@ -166,7 +188,7 @@ class PathSGD(Optimizer):
             return grad
         if grad.is_sparse:
             raise RuntimeError("PathSGD does not support sparse gradients of weights on paths; use dense ones")
-        return torch.where(kappa > 0, grad / kappa, 0)
+        return torch.where(kappa > 0, grad / kappa, 0).to(p.dtype)
 
     def _step_group(self, group: dict[str, Any]) -> None:
         active = [p for p in group["params"] if p.grad is not None]

@@ -38,8 +38,6 @@ class Way(Protocol):
 
 def step(optimizer: "GSGD") -> bool:
     """Takes a step for `optimizer`; False if that is left to the definition."""
-    if torch.compiler.is_compiling():
-        return False
     bound = optimizer.__dict__.get("_fast")
     if bound is None or (isinstance(bound, Bound) and bound.gpu and capturing()):  # else `checks` has just seen to it
         bound = bind(optimizer)
@@ -48,18 +46,25 @@ def step(optimizer: "GSGD") -> bool:
 
 def checks(optimizer: "GSGD") -> bool:
     """Whether the step itself finds out that a gradient is not finite."""
-    if torch.compiler.is_compiling():
-        return False
     bound = bind(optimizer)
     return isinstance(bound, Bound) and bound.complete
 
 
-def bind(optimizer: "GSGD") -> "Bound | str":
-    """The way of `optimizer`, or why there is none; kept until its parameters move."""
+def bind(optimizer: "GSGD") -> "Bound | Declined":
+    """The way of `optimizer`, or why there is none; kept until its parameters move or its settings change."""
     bound = optimizer.__dict__.get("_fast")
-    if bound is None or (isinstance(bound, Bound) and bound.stale(optimizer)):
-        bound = optimizer._fast = _choose(optimizer)
+    if bound is None or bound.stale(optimizer):
+        found = _choose(optimizer)
+        bound = optimizer._fast = Declined(optimizer, found) if isinstance(found, str) else found
     return bound
+
+
+def name(optimizer: "GSGD") -> str:
+    """What took the last step of `optimizer`; empty before the first."""
+    bound = optimizer.__dict__.get("_fast")
+    if bound is None:
+        return ""
+    return type(bound.way).__name__ if isinstance(bound, Bound) else f"the definition: {bound.reason}"
 
 
 def _choose(optimizer: "GSGD") -> "Bound | str":
@@ -121,7 +126,12 @@ def _foreach(optimizer: "GSGD") -> "Bound | str":
 def _tabulate(optimizer: "GSGD", way: Callable[[Network], Way], tile: Tile, fold_items: int) -> "Bound":
     o = optimizer
     home = o._weights[0].device, o._weights[0].dtype
-    outside = [(p, g) for g, some in enumerate(o._outside) for p in some if (p.device, p.dtype) == home and is_dense(p)]
+    outside = [
+        (p, g)
+        for g, some in enumerate(o._outside)
+        for p in some
+        if (p.device, p.dtype) == home and is_dense(p) and (p.grad is None or not p.grad.is_sparse)
+    ]
     taken = {id(p) for p, _ in outside}
     rest = [[p for p in some if id(p) not in taken] for some in o._outside]
     groups = [*o._layer_group, *(g for _, g in outside)]
@@ -144,6 +154,21 @@ def _tabulate(optimizer: "GSGD", way: Callable[[Network], Way], tile: Tile, fold
     return Bound(o, way(network), network.parameters, groups, rest)
 
 
+class Declined:
+    """Why the definition takes the steps, and for what that was found."""
+
+    def __init__(self, optimizer: "GSGD", reason: str) -> None:
+        self.reason = reason
+        self.seen = self._circumstances(optimizer)
+
+    def _circumstances(self, optimizer: "GSGD") -> tuple[Any, ...]:
+        weights = optimizer._weights
+        return addresses(weights), [w.stride() for w in weights], _settings(optimizer)
+
+    def stale(self, optimizer: "GSGD") -> bool:
+        return self._circumstances(optimizer) != self.seen
+
+
 class Bound:
     """A way, and the parameters it moves.
 
@@ -164,6 +189,7 @@ class Bound:
         self.nothing: list[Tensor | None] = [None] * len(parameters)
         self.never = [False] * len(parameters)
         self.complete = not any(rest)
+        self.single = [i for i, p in enumerate(parameters) if p.numel() == 1]
 
     def stale(self, optimizer: "GSGD") -> bool:
         """Whether parameters lie elsewhere or otherwise in memory, or a guard was set, since this was made."""
@@ -179,6 +205,8 @@ class Bound:
             GSpaceOptimizer._refuse_non_finite(optimizer)  # the definition relies on it
             return False
         groups = optimizer.param_groups
+        for group, some in zip(groups, self.rest, strict=True):
+            _refuse_unfused(group, some)
         buffers, fresh, root_fresh = self.nothing, self.never, False
         root_buffer: Tensor | None = None
         if any(group["momentum"] != 0 for group in groups):
@@ -187,11 +215,15 @@ class Bound:
             if root_fresh:
                 optimizer._root_state["momentum_buffer"] = torch.zeros_like(optimizer.incoming)
             root_buffer = optimizer._root_state["momentum_buffer"]
+        still = None if root_buffer is None else optimizer._without_momentum()
+        before = None if root_buffer is None or still is None else root_buffer.clone()
         coordinates = optimizer.incoming, optimizer.outgoing
         if not self.way.step(Given(groups, grads, buffers, fresh, *coordinates, root_buffer, root_fresh)):
             self._forget(optimizer, fresh, root_fresh)
             GSpaceOptimizer._refuse_non_finite(optimizer)
             return False  # every gradient is finite, but a sum of w·g is not
+        if root_buffer is not None and still is not None and before is not None:
+            root_buffer.copy_(torch.where(still, before, root_buffer))
         optimizer._mark()
         for group, some in zip(groups, self.rest, strict=True):
             optimizer._step_outside(group, some)
@@ -200,6 +232,9 @@ class Bound:
     def _grads(self) -> list[Tensor | None] | None:
         """Gradients that lie in memory like their parameters; None if the definition must see to them."""
         grads = list(map(_GRAD, self.parameters))
+        for i in self.single:  # what torch has not negated yet, where it lies like its parameter: an imaginary part
+            if grads[i] is not None and grads[i].is_neg():
+                grads[i] = grads[i].resolve_neg()
         try:  # the usual case
             if list(map(Tensor.stride, grads)) == self.strides and set(map(_DTYPE, grads)) == self.dtypes:
                 return grads
@@ -214,7 +249,7 @@ class Bound:
         fresh = []
         for i, (p, g, group) in enumerate(zip(self.parameters, grads, self.groups, strict=True)):
             has = optimizer.param_groups[group]["momentum"] != 0 and (i < self.units or g is not None)
-            buffer = optimizer.state[p].get("momentum_buffer") if has else None
+            buffer = optimizer.state[p].get("momentum_buffer") if has and p in optimizer.state else None
             fresh.append(has and buffer is None)
             if has:
                 buffer = torch.zeros_like(p) if buffer is None else _like(p, buffer)
@@ -227,8 +262,23 @@ class Bound:
         for p, new in zip(self.parameters, fresh, strict=True):
             if new:
                 del optimizer.state[p]["momentum_buffer"]
+                if not optimizer.state[p]:
+                    del optimizer.state[p]
         if root_fresh:
             del optimizer._root_state["momentum_buffer"]
+
+
+def _refuse_unfused(group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+    """What torch's fused SGD would refuse after the units have moved."""
+    if not group["fused"]:
+        return
+    for p in parameters:
+        if p.grad is not None and (p.grad.is_sparse or not p.is_floating_point()):
+            what = "a sparse gradient" if p.grad.is_sparse else f"dtype {p.dtype}"
+            raise RuntimeError(
+                f"fused=True, but a parameter of shape {tuple(p.shape)} outside of every unit has {what}. "
+                "Leave fused=None to take what is available."
+            )
 
 
 def _settings(optimizer: "GSGD") -> tuple[Any, ...]:

@@ -395,7 +395,7 @@ class ForeachStep:
         for k in self.rest:
             self.views[k].add_(directions[k], alpha=-rates[k])
         for e in self.entries:
-            self.weights[e.layer].put_(e.place, e.value)
+            self.weights[e.layer].index_put_(self.layers[e.layer].entries, e.value)
 
 
 def _blocks(view: Tensor, axis: int) -> list[tuple[int, int]]:

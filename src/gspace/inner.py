@@ -122,8 +122,7 @@ class InGSpace(GSpaceOptimizer):
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = self._begin(closure)
         self._sync_groups()
         read = self._read()

@@ -46,7 +46,8 @@ class GSGD(GSpaceOptimizer):
         residual, pin, example_input, analysis: See `analyze`.
         max_ratio: Bound on the ratio by which a trained skeleton path changes in one step.
         max_drift: Bound on its value over training.
-        max_path_grad_norm: Clips the norm of ∂ℓ/∂v; clipping ∂ℓ/∂w would not be invariant.
+        max_path_grad_norm: Clips the norm of ∂ℓ/∂v, where clipping ∂ℓ/∂w would not be invariant: of the parameters that
+            touch units. The others (output biases, pinned layers) are neither measured nor clipped.
         allocation: "fixed" never changes free skeleton weights; "spread" shares each ratio between both sides.
     """
 
@@ -105,6 +106,10 @@ class GSGD(GSpaceOptimizer):
             allocation=allocation,
         )
 
+    def _place(self) -> None:
+        super()._place()
+        self._idle: tuple[tuple[bool, ...], Tensor] | None = None
+
     def _adopt(self, skeleton: Skeleton) -> None:
         super()._adopt(skeleton)
         self._told = 0  # steps not taken that the user knows of
@@ -129,8 +134,11 @@ class GSGD(GSpaceOptimizer):
         return super().state_dict()
 
     def statistics(self) -> dict[str, Any]:
-        """As in the base class; also how many steps a GPU has `skipped` because a gradient was not finite."""
-        return {**super().statistics(), "skipped": fast.skipped_steps(self)}
+        """As in the base class; also which `way` takes the steps, and how many a GPU has `skipped`.
+
+        A step is skipped because a gradient is not finite.
+        """
+        return {**super().statistics(), "way": fast.name(self), "skipped": fast.skipped_steps(self)}
 
     def _per_unit(self, key: str) -> Any:
         """A hyper-parameter for every root: a number, or a unit vector where groups differ."""
@@ -141,8 +149,7 @@ class GSGD(GSpaceOptimizer):
         stacked = torch.stack([torch.as_tensor(v, dtype=dtype, device=device).reshape(()) for v in values])
         return stacked[self._unit_group]
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = self._begin(closure)
         if not fast.step(self):
             self._step_units()
@@ -200,17 +207,32 @@ class GSGD(GSpaceOptimizer):
         momentum, dampening = self._per_unit("momentum"), self._per_unit("dampening")
         if not isinstance(momentum, Tensor) and momentum == 0:
             return root_grad
-        buffer = self._root_state.get("momentum_buffer")
+        buffer, still = self._root_state.get("momentum_buffer"), self._without_momentum()
         if buffer is None:
-            buffer = self._root_state["momentum_buffer"] = root_grad.clone()
+            new = root_grad.clone()
+            buffer = self._root_state["momentum_buffer"] = torch.zeros_like(root_grad)
         else:
-            buffer.mul_(momentum).add_(root_grad * (1 - dampening))
+            new = buffer * momentum + root_grad * (1 - dampening)
+        buffer.copy_(new if still is None else torch.where(still, buffer, new))
         nesterov, direction = self._per_unit("nesterov"), buffer
         if isinstance(nesterov, Tensor):
             direction = torch.where(nesterov > 0, root_grad + momentum * buffer, buffer)
         elif nesterov:
             direction = root_grad + momentum * buffer
         return torch.where(momentum == 0, root_grad, direction) if isinstance(momentum, Tensor) else direction
+
+    def _without_momentum(self) -> Tensor | None:
+        """Roots whose group has no momentum, where others have: what they gathered before waits, as torch's buffers do.
+
+        The first step of one whose momentum is switched on later is damped like any other.
+        """
+        idle = tuple(group["momentum"] == 0 for group in self.param_groups)
+        if all(idle) or not any(idle):
+            return None
+        if self._idle is None or self._idle[0] != idle or self._idle[1].device != self.incoming.device:
+            at = torch.tensor(idle, device=self.incoming.device)
+            self._idle = idle, at[self._unit_group]
+        return self._idle[1]
 
     def _momentum(self, layer: Layer, weight: Tensor, path_grad: Tensor, group: dict[str, Any]) -> Tensor:
         if group["momentum"] == 0:

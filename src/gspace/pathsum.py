@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from gspace.layers import NOT_HOMOGENEOUS, flatten_arguments, pinned
 from gspace.operations import FUNCTIONS, MODULES
 from gspace.pathrules import RULES, Call, PathError, Power, common, moved, pad, power, windows
-from gspace.trace import Inputs, Traced, trace, unwrap
+from gspace.trace import Inputs, Traced, refuse_lazy, trace, unwrap
 from gspace.walk import canonical
 
 # What the sum over paths needs to know of a module beyond what the rescaling needs.
@@ -55,6 +55,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
         PathError: The shape of a sample is not known.
         TraceError: The forward pass cannot be followed.
     """
+    refuse_lazy(model)
     for name, m in unwrap(model).named_modules():
         if m._forward_hooks or m._forward_pre_hooks:
             raise PathError(f"a forward hook on {name or 'the model'!r} may change anything inside it: remove it first")

@@ -9,6 +9,7 @@ Shapes: unit vectors are `(H + 1,)`, entry 0 is ground. For an MLP of equal widt
 paper letter for letter (axes here are (out, in), there (in, out)).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -113,16 +114,20 @@ def build_skeleton(
     )
 
 
+def _not_empty(edges: Sequence[Edges]) -> list[int]:
+    return [k for k, e in enumerate(edges) if e.head.numel() and e.tail.numel()]
+
+
 def _first_writer(edges: Sequence[Edges], n: int) -> Tensor:
     result = torch.full((n,), -1)
-    for k in sorted(range(len(edges)), key=lambda k: -edges[k].first):
+    for k in sorted(_not_empty(edges), key=lambda k: -edges[k].first):
         result[edges[k].head.reshape(-1)] = k
     return result
 
 
 def _last_reader(edges: Sequence[Edges], n: int) -> Tensor:
     result = torch.full((n,), -1)
-    for k in sorted(range(len(edges)), key=lambda k: edges[k].last):
+    for k in sorted(_not_empty(edges), key=lambda k: edges[k].last):
         result[edges[k].tail.reshape(-1)] = k
     return result
 
@@ -139,7 +144,7 @@ def _balanced_size(edges: Sequence[Edges], weights: Mapping[str, Tensor], n: int
 def _taps(e: Edges, weight: Tensor) -> Tensor:
     """The weight as `(group, out, in, tap)`, float64, on the CPU."""
     view = e.view(weight.detach()).double().cpu()
-    return view.reshape(*view.shape[:3], -1)
+    return view.reshape(*view.shape[:3], math.prod(view.shape[3:]))
 
 
 def _occurrences(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,7 +220,7 @@ def _best_place(ids: Tensor, value: Tensor) -> Tensor:
 def _flat_index(e: Edges, weight: Tensor) -> Tensor:
     """Flat index into the parameter of every entry of its `(group, out, in, tap)` view."""
     view = e.view(torch.arange(weight.numel()).reshape(weight.shape))
-    return view.reshape(*view.shape[:3], -1)
+    return view.reshape(*view.shape[:3], math.prod(view.shape[3:]))
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

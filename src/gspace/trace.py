@@ -55,13 +55,17 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise TraceError(f"parameter {lazy[0]!r} has no shape yet (lazy module): run one batch through the model first")
+
+
 def trace(model: nn.Module, example_input: Inputs | None = None) -> list[Traced]:
     """The graphs of `model` in training and evaluation mode; one if they are the same."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise TraceError(f"parameter {lazy[0]!r} has no shape yet (lazy module): run one batch through the model first")
+    refuse_lazy(model)
     model = unwrap(model)
     traced: list[Traced] = []
     seen: set[tuple[str, ...]] = set()

@@ -285,6 +285,9 @@ class Loop:
             self.seconds += time.perf_counter() - clock
             lines = self._point(totals, rates) if due else ()
             self._tell(watches, totals, lines, elapsed)
+            now = time.perf_counter()
+            self.wall += now - clock
+            clock = now
             if signum and self.iteration < self.total:
                 self._save()
                 raise interruption(signum, f"at iteration {self.iteration} of {self.total}", minutes)

@@ -1,0 +1,235 @@
+"""Rare circumstances in which a step once went wrong without a word."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gspace
+import zoo
+from contract import GSPACE, Kind, Net, assert_same, backward, batches, chain, moved, train, values
+from gspace import PathSGD
+
+gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
+WAYS: dict[str, dict[str, Any]] = {"best": {}, "foreach": {"foreach": True}, "definition": {"foreach": False}}
+ways = pytest.mark.parametrize("way", WAYS)
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor = X) -> None:
+    optimizer.zero_grad()
+    (model(x) - 1).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@ways
+def test_deterministic_algorithms_take_the_same_step(way: str, deterministic: None) -> None:
+    one, two = zoo.mlp(6, 7, 5, 3).double(), zoo.mlp(6, 7, 5, 3).double()
+    two.load_state_dict(one.state_dict())
+    step(one, gspace.GSGD(one, 0.1, **WAYS[way]))
+    torch.use_deterministic_algorithms(False)
+    step(two, gspace.GSGD(two, 0.1, foreach=False))
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+@ways
+@pytest.mark.parametrize(
+    "switches", [{3: (0.9, 0.9)}, {2: (0.9, 0.9), 4: (0.0, 0.9), 6: (0.9, 0.9)}], ids=["on", "on, off and on"]
+)
+def test_momentum_switched_for_one_of_two_groups(way: str, switches: dict[int, tuple[float, float]]) -> None:
+    one, two = zoo.mlp(6, 7, 7, 3).double(), zoo.mlp(6, 7, 7, 3).double()
+    two.load_state_dict(one.state_dict())
+
+    def groups(model: nn.Sequential) -> list[dict[str, Any]]:
+        parts = (list(model[:2].parameters()), 0.0), (list(model[2:].parameters()), 0.9)
+        return [{"params": params, "momentum": momentum} for params, momentum in parts]
+
+    ours = gspace.GSGD(one, 0.1, params=groups(one), **WAYS[way])
+    inner = gspace.InGSpace(two, torch.optim.SGD, params=groups(two), lr=0.1)
+    for i in range(8):
+        for optimizer in (ours, inner):
+            for group, momentum in zip(optimizer.param_groups, switches.get(i, ()), strict=False):
+                group["momentum"] = momentum
+        step(one, ours)
+        step(two, inner)
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+@gspace_kinds
+def test_a_weight_assigned_twice_is_noticed(kind: Kind) -> None:
+    """The second may come to lie where the weight lay before."""
+    for _ in range(10):
+        one, two = chain(), chain()
+        first, second = kind.make(one), kind.make(two)
+        train(one, first, batches(2))
+        train(two, second, batches(2))
+        for _ in range(2):
+            one[2].weight.data = one[2].weight.data * 1.2
+            with torch.no_grad():
+                two[2].weight.mul_(1.2)
+        train(one, first, batches(2, seed=1))
+        train(two, second, batches(2, seed=1))
+        for p, q in zip(one.parameters(), two.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@ways
+def test_a_gradient_that_torch_has_not_negated_yet(way: str) -> None:
+    model = zoo.mlp(6, 7, 1).double()
+    model.phase = nn.Parameter(torch.tensor([0.3], dtype=torch.float64))
+    optimizer = gspace.GSGD(model, 0.1, **WAYS[way])
+    z = torch.complex(torch.ones(1, dtype=torch.float64), model.phase).conj()
+    (model(X).square().mean() + z.imag.square().sum() + z.real.sum()).backward()
+    assert model.phase.grad.is_neg()
+    optimizer.step()
+    assert model.phase.item() == pytest.approx(0.24)
+
+
+class Tokens(nn.Module):
+    """A table with sparse gradients, outside of every unit, before an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 6, sparse=True)
+        self.rest = zoo.mlp(6, 8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(torch.tanh(self.table(x)))
+
+
+def test_a_sparse_gradient_outside_of_units_slows_nothing_down() -> None:
+    model = Tokens()
+    optimizer = gspace.GSGD(model, 0.1, example_input=torch.arange(8))
+    before = values(model)
+    for _ in range(2):
+        step(model, optimizer, torch.arange(8))
+    assert model.table.weight.grad.is_sparse
+    assert optimizer.statistics()["way"] == gspace_way(zoo.mlp(6, 8, 8, 3))
+    assert moved(model, before) == set(before)
+
+
+def gspace_way(model: nn.Module) -> str:
+    optimizer = gspace.GSGD(model, 0.1)
+    step(model, optimizer, X.float())
+    return str(optimizer.statistics()["way"])
+
+
+def test_what_cannot_be_fused_is_refused_before_anything_moves() -> None:
+    model = Tokens()
+    optimizer = gspace.GSGD(model, 0.1, example_input=torch.arange(8))
+    step(model, optimizer, torch.arange(8))
+    if optimizer.statistics()["way"] != "NativeStep":
+        pytest.skip("no C compiler")
+    optimizer.param_groups[0]["fused"] = True
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"fused=True, but a parameter of shape \(50, 6\) .* a sparse gradient"):
+        step(model, optimizer, torch.arange(8))
+    assert moved(model, before) == set()
+
+
+@gspace_kinds
+def test_hooks_see_the_whole_state(kind: Kind) -> None:
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+    train(one, first, batches(3))
+    first.register_state_dict_post_hook(lambda _, state: {"wrapped": state})
+    second.register_load_state_dict_pre_hook(lambda _, state: state["wrapped"])
+    saved = copy.deepcopy(first.state_dict())  # torch hands out the tensors themselves
+    assert "gspace" in saved["wrapped"]
+    two.load_state_dict(one.state_dict())
+    second.load_state_dict(saved)
+    train(one, first, batches(3, seed=1))
+    train(two, second, batches(3, seed=1))
+    assert_same(one, two)
+    assert list(first.state_dict()) == ["wrapped"]  # once, however often
+
+
+@pytest.mark.parametrize("kind", GSPACE[:2], ids=lambda kind: kind.name)
+def test_a_refused_first_step_leaves_no_state(kind: Kind) -> None:
+    model = Net()
+    optimizer = kind.make(model)
+    backward(model, optimizer, batches(1)[0])
+    model.head.weight.grad[0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match=r"head\.weight is not finite"):
+        optimizer.step()
+    assert not optimizer.state_dict()["state"]
+
+
+def test_a_compiled_step_takes_the_best_way() -> None:
+    one, two = zoo.mlp(6, 7, 3), zoo.mlp(6, 7, 3)
+    two.load_state_dict(one.state_dict())
+    first, second = gspace.GSGD(one, 0.1), gspace.GSGD(two, 0.1)
+    compiled = torch.compile(second.step, backend="eager")
+    for _ in range(3):
+        for model, optimizer, take in ((one, first, first.step), (two, second, compiled)):
+            optimizer.zero_grad()
+            (model(X.float()) - 1).square().mean().backward()
+            take()
+    assert first.statistics()["way"] == second.statistics()["way"] != ""
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+
+
+@gspace_kinds
+def test_a_layer_of_width_zero_is_no_hindrance(kind: Kind) -> None:
+    model = nn.Sequential(nn.Linear(6, 0), nn.ReLU(), nn.Linear(0, 5), nn.ReLU(), nn.Linear(5, 3))
+    with torch.no_grad():
+        model[2].bias.fill_(0.5)  # nothing else reaches the units behind
+    optimizer = kind.make(model)
+    before = values(model)
+    step(model, optimizer, X.float())
+    assert "4.weight" in moved(model, before)
+
+
+@pytest.mark.parametrize("make", [lambda m: gspace.GSGD(m, 0.1), lambda m: PathSGD(m, 0.1)], ids=["GSGD", "PathSGD"])
+def test_weights_without_values_are_named(make: Any) -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(gspace.TraceError, match=r"'0.weight' has no shape yet \(lazy module\)"):
+        make(lazy)
+    with pytest.raises(ValueError, match=r"'0.weight' is on the meta device"):
+        make(zoo.mlp(3, 4, 2).to("meta"))
+
+
+# Path-SGD -------------------------------------------------------------------------------------------------------------
+
+
+def test_path_sgd_refuses_states_and_parameters_of_others() -> None:
+    model = zoo.mlp(6, 7, 3)
+    optimizer = PathSGD(model, 0.1)
+    with pytest.raises(ValueError, match="another optimizer, not of PathSGD"):
+        optimizer.load_state_dict(torch.optim.SGD(model.parameters(), 0.1).state_dict())
+    with pytest.raises(ValueError, match=r"shape \(2, 2\) that is no parameter"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_kappa_of_half_precision_does_not_vanish() -> None:
+    def trained(scale: float) -> Tensor:
+        torch.manual_seed(0)
+        model = zoo.mlp(6, 7, 3).half()
+        with torch.no_grad():
+            model[0].weight.mul_(scale)
+            model[0].bias.mul_(scale)
+            model[2].weight.div_(scale)
+        optimizer = PathSGD(model, 0.1)
+        for _ in range(3):
+            step(model, optimizer, X.half())
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        kappa = optimizer.state[model[0].weight]["kappa"]
+        assert kappa.dtype == torch.float32
+        assert bool((kappa > 0).all())
+        return model(X.half()).detach().float()
+
+    torch.testing.assert_close(trained(512.0), trained(1.0), rtol=0.02, atol=0.01)
