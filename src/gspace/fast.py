@@ -205,7 +205,8 @@ class Bound:
             GSpaceOptimizer._refuse_non_finite(optimizer)  # the definition relies on it
             return False
         groups = optimizer.param_groups
-        for group, some in zip(groups, self.rest, strict=True):
+        others = [] if self.complete else list(zip(groups, self.rest, strict=True))
+        for group, some in others:
             _refuse_unfused(group, some)
         buffers, fresh, root_fresh = self.nothing, self.never, False
         root_buffer: Tensor | None = None
@@ -225,7 +226,7 @@ class Bound:
         if root_buffer is not None and still is not None and before is not None:
             root_buffer.copy_(torch.where(still, before, root_buffer))
         optimizer._mark()
-        for group, some in zip(groups, self.rest, strict=True):
+        for group, some in others:
             optimizer._step_outside(group, some)
         return True
 

@@ -57,6 +57,21 @@ static void add_products(REAL *restrict s, const REAL *restrict w, const REAL *r
         for (int64_t j = 0; j < n; j++) s[j] += w[j] * g[j];
 }
 
+/* Sum over n numbers in each of some rows; rows that follow each other are one. */
+static REAL total(const REAL *x, int64_t stride, int64_t rows, int64_t n)
+{
+    REAL s = 0;
+    if (n == stride) {
+        n *= rows;
+        rows = 1;
+    }
+    for (int64_t a = 0; a < rows; a++, x += stride) {
+#pragma omp simd reduction(+ : s)
+        for (int64_t j = 0; j < n; j++) s += x[j];
+    }
+    return s;
+}
+
 /* w ← m·shrink·w − step·scale·g for four rows, or one. */
 static void move_four(REAL *restrict w, const REAL *restrict g, int64_t stride, int64_t n, const REAL *restrict shrink,
     const REAL *restrict scale, const REAL *m, const REAL *step)
@@ -141,15 +156,9 @@ static int flow(const Plan *p, const int64_t *header, int64_t i, int with_sums, 
                     for (int64_t t = 0; t < period; t++) s[t] += w[j + t] * w[j + t];
             }
         }
-        if (with_sums && g && !sums) {
-            REAL s = 0;
-#pragma omp simd reduction(+ : s)
-            for (int64_t j = 0; j < k.columns; j++) s += g[j];
-            check += s;
-        }
     }
-    if (on_columns && !swap)
-        for (int64_t j = 0; j < k.columns; j++) check += on_columns[j];
+    if (with_sums && k.g && !sums) check += total(k.g, k.stride, k.rows, k.columns);
+    if (on_columns && !swap) check += total(on_columns, k.columns, 1, k.columns);
     return isfinite(check);
 }
 
