@@ -419,6 +419,27 @@ def test_what_is_left_to_the_definition_is_checked_too(where: str, options: dict
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_momentum_switched_for_one_of_two_groups(way: str) -> None:
+    """The buffers of a group without momentum wait; `test_optimizer_unusual` compares the definition with torch."""
+    torch.manual_seed(0)
+    models = [wide_rows().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = []
+    for model in models:
+        some = list(model.parameters())
+        groups = [{"params": some[:2], "momentum": 0.9}, {"params": some[2:], "momentum": 0.0}]
+        optimizers.append(gspace.GSGD(model, 0.05, params=groups, foreach=False if model is models[0] else None))
+    WAYS[way](optimizers[1])
+    for seed, momenta in enumerate([(0.9, 0.0), (0.9, 0.5), (0.0, 0.5), (0.0, 0.5), (0.9, 0.0), (0.9, 0.5)]):
+        for o in optimizers:
+            for group, momentum in zip(o.param_groups, momenta, strict=True):
+                group["momentum"] = momentum
+            put(o.model, gradients(o.model, seed))
+            o.step()
+    assert_equal(*optimizers)
+
+
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "decay on and off": [{"weight_decay": 0.1}, {"weight_decay": 0.0}],
     "momentum on, off and on": [{"momentum": 0.9}, {"momentum": 0}, {"momentum": 0.5}],

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import gspace
 import zoo
-from contract import GSPACE, Kind, Net, assert_same, backward, batches, chain, moved, train, values
+from contract import GSPACE, KINDS, Kind, Net, assert_same, backward, batches, chain, moved, train, values
 from gspace import PathSGD
 
 gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
@@ -85,6 +86,30 @@ def test_a_weight_assigned_twice_is_noticed(kind: Kind) -> None:
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+@gspace_kinds
+def test_memory_that_a_model_leaves_is_free(kind: Kind) -> None:
+    model = chain()
+    optimizer = kind.make(model, foreach=False)
+    train(model, optimizer, batches(1))
+    memory = StorageWeakRef(model[2].weight.untyped_storage())
+    model.double()
+    assert memory.expired()
+    train(model, optimizer, batches(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", GSPACE[:2], ids=lambda kind: kind.name)
+def test_complex_parameters_are_checked_too(kind: Kind) -> None:
+    model = zoo.mlp(6, 7, 3)
+    model.z = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = kind.make(model)
+    (model(X.float()).square().mean() + model.z.abs().square().sum()).backward()
+    model.z.grad[1] = complex(0, float("inf"))
+    before = values(model)
+    with pytest.raises(RuntimeError, match="gradient of z is not finite"):
+        optimizer.step()
+    assert moved(model, before) == set()
+
+
 @ways
 def test_a_gradient_that_torch_has_not_negated_yet(way: str) -> None:
     model = zoo.mlp(6, 7, 1).double()
@@ -126,6 +151,24 @@ def gspace_way(model: nn.Module) -> str:
     return str(optimizer.statistics()["way"])
 
 
+def test_a_sparse_gradient_that_comes_late() -> None:
+    model = Tokens()
+    optimizer = gspace.GSGD(model, 0.1, example_input=torch.arange(8))
+    (model(torch.arange(8)) - 1).square().mean().backward()
+    model.table.weight.grad = None
+    optimizer.step()
+    way = optimizer.statistics()["way"]
+    twin = copy.deepcopy(model)
+    definition = gspace.GSGD(twin, 0.1, example_input=torch.arange(8), foreach=False)
+    definition.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for m, o in ((model, optimizer), (twin, definition)):
+        o.param_groups[0]["foreach"] = None if m is model else False
+        step(m, o, torch.arange(8))
+    assert optimizer.statistics()["way"] == way == gspace_way(zoo.mlp(6, 8, 8, 3))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
 def test_what_cannot_be_fused_is_refused_before_anything_moves() -> None:
     model = Tokens()
     optimizer = gspace.GSGD(model, 0.1, example_input=torch.arange(8))
@@ -139,7 +182,7 @@ def test_what_cannot_be_fused_is_refused_before_anything_moves() -> None:
     assert moved(model, before) == set()
 
 
-@gspace_kinds
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_hooks_see_the_whole_state(kind: Kind) -> None:
     one, two = Net(), Net()
     first, second = kind.make(one), kind.make(two)
@@ -147,7 +190,7 @@ def test_hooks_see_the_whole_state(kind: Kind) -> None:
     first.register_state_dict_post_hook(lambda _, state: {"wrapped": state})
     second.register_load_state_dict_pre_hook(lambda _, state: state["wrapped"])
     saved = copy.deepcopy(first.state_dict())  # torch hands out the tensors themselves
-    assert "gspace" in saved["wrapped"]
+    assert ("gspace" in saved["wrapped"]) == kind.gspace
     two.load_state_dict(one.state_dict())
     second.load_state_dict(saved)
     train(one, first, batches(3, seed=1))

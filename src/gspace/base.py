@@ -16,20 +16,22 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gspace import step as algorithm
 from gspace.balance import balanced_log_scales
 from gspace.graph import Analysis, Residual, analyzed
+from gspace.held import Held
 from gspace.skeleton import Skeleton, build_skeleton, path_products, skeleton_values
 from gspace.step import BatchNormRule, Layer
 from gspace.trace import Inputs
-from gspace.watch import Watch
 
 Reference = Literal["one", "balanced"]
 Allocation = Literal["fixed", "spread"]
 
+_EXPIRED = torch.UntypedStorage._expired
 _VERSION, _DTYPE, _TRAINED = attrgetter("_version"), attrgetter("dtype"), attrgetter("requires_grad")
 
 
@@ -41,7 +43,9 @@ def on_skeleton(model: nn.Module, analysis: Analysis) -> bool:
 
 
 class GSpaceOptimizer(Optimizer):
-    """Bookkeeping of an optimizer that moves in G-space; a subclass adds what happens to path values in `step`."""
+    """Bookkeeping of an optimizer that moves in G-space; a subclass adds what happens to path values in `_step`."""
+
+    _places: Sequence[int] = ()  # a copy has none yet: its weights lie elsewhere, which is noticed too
 
     def __init__(
         self,
@@ -136,8 +140,8 @@ class GSpaceOptimizer(Optimizer):
         self._home = [(w.device, w.dtype) for w in self._weights]
         self._trained = [p.requires_grad for p in self._parameters()]
         self._fast: Any = None  # the implementation that was bound to where the parameters lay
-        self._keep_memory()
-        self._watch = Watch(self.model)
+        self._know_memory()
+        self._held = Held(self.model)
 
     def _measure(self) -> tuple[Tensor, Tensor]:
         """Ĩ and Õ of the weights as they are."""
@@ -159,13 +163,14 @@ class GSpaceOptimizer(Optimizer):
         """The weights are those the coordinates belong to. Rounded to 16 bits they may not be: measure them again."""
         self._seen = None if self._narrow else self._now()
 
-    def _keep_memory(self) -> None:
-        """Holds on to the memory of the weights: what others assign to them must come to lie elsewhere."""
-        self._memory = [w.detach() for w in self._weights]
+    def _know_memory(self) -> None:
+        """Once the memory of a weight is gone, what others assign to it may come to lie at the same address."""
+        self._memory = [StorageWeakRef(w.untyped_storage()) for w in self._weights]
+        self._places = [memory.cdata for memory in self._memory]
 
     def _check(self) -> None:
         """The model must be the one that was analyzed; weights that others changed give new coordinates."""
-        changed = self._watch.changed()
+        changed = self._held.changed()
         if changed is not None:
             raise RuntimeError(
                 f"the model was changed after {type(self).__name__} was made: {changed!r} is not what it was. "
@@ -173,14 +178,13 @@ class GSpaceOptimizer(Optimizer):
             )
         if list(map(_TRAINED, self._parameters())) != self._trained:
             self._refit()
-        if self._seen != self._now():
+        if self._seen != self._now() or any(map(_EXPIRED, self._places)):
             self._follow()
 
     def _follow(self) -> None:
         """Takes Ĩ and Õ from the weights, except where they agree to rounding."""
         moved = [(w.device, w.dtype) for w in self._weights] != self._home
-        if moved:
-            self._place()
+        self._place() if moved else self._know_memory()
         fresh = self._measure()
         if not all(bool(x.isfinite().all() & (x != 0).all()) for x in fresh):
             raise RuntimeError(
@@ -193,7 +197,6 @@ class GSpaceOptimizer(Optimizer):
             setattr(self, name, old.copy_(torch.where(close, old, new)))
         if moved:
             self._move_state()
-        self._keep_memory()
         self._mark()
 
     def _move_state(self) -> None:
@@ -279,7 +282,7 @@ class GSpaceOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with "gspace": skeleton and coordinates. Hooks see all of it."""
-        with _hook(self.register_state_dict_post_hook(_add_own_state, prepend=True)):
+        with for_one_call(self.register_state_dict_post_hook(_add_own_state, prepend=True)):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -294,14 +297,14 @@ class GSpaceOptimizer(Optimizer):
             found.append((self._saved_skeleton(state["gspace"]), state["gspace"]))
             return {key: value for key, value in state.items() if key != "gspace"}
 
-        with _hook(self.register_load_state_dict_pre_hook(take)):
+        with for_one_call(self.register_load_state_dict_pre_hook(take)):
             super().load_state_dict(state_dict)
         self.skeleton, own = found[0]
         self._load_own_state(own)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this object alone: hooks, and the `step` that a scheduler wraps."""
-        own = ("step", "_zero_grad_profile_name", "_fast", "_memory")
+        own = ("step", "_zero_grad_profile_name", "_fast", "_memory", "_places")
         return {k: v for k, v in self.__dict__.items() if k not in own and not k.startswith("_optimizer_")}
 
     # One step ---------------------------------------------------------------------------------------------------------
@@ -346,7 +349,7 @@ class GSpaceOptimizer(Optimizer):
         if not grads or any(g.device.type != "cpu" for _, g in grads):
             return
         # A sum is finite only if every term is; if it is not, it may have overflowed.
-        if bool(torch.stack([g.sum().float() for _, g in grads]).isfinite().all()):
+        if bool(torch.stack([g.sum().abs().float() for _, g in grads]).isfinite().all()):
             return
         bad = next((p for p, g in grads if not bool(g.isfinite().all())), None)
         if bad is not None:
@@ -409,7 +412,7 @@ def _add_own_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
 
 
 @contextmanager
-def _hook(handle: RemovableHandle) -> Iterator[None]:
+def for_one_call(handle: RemovableHandle) -> Iterator[None]:
     """A hook that is there for one call."""
     try:
         yield

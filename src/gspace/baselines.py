@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace.base import on_skeleton, refuse_meta, wanted, wide
+from gspace.base import for_one_call, on_skeleton, refuse_meta, wanted
 from gspace.graph import Analysis, Residual, analyze, analyzed
 from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
@@ -137,13 +137,19 @@ class PathSGD(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch does, but κ keeps the precision it was saved in."""
-        if any("steps" not in group for group in state_dict["param_groups"]):
-            raise ValueError("this is the state of another optimizer, not of PathSGD")
-        super().load_state_dict(state_dict)
-        saved = (i for group in state_dict["param_groups"] for i in group["params"])
+        found: list[dict[str, Any]] = []
+
+        def look(_: Optimizer, state: dict[str, Any]) -> None:
+            if any("steps" not in group for group in state["param_groups"]):
+                raise ValueError("this is the state of another optimizer, not of PathSGD")
+            found.append(state)
+
+        with for_one_call(self.register_load_state_dict_pre_hook(look)):  # the last: other hooks may unwrap the state
+            super().load_state_dict(state_dict)
+        saved = (i for group in found[0]["param_groups"] for i in group["params"])
         mine = (p for group in self.param_groups for p in group["params"])
         for i, p in zip(saved, mine, strict=True):
-            kappa = state_dict["state"].get(i, {}).get("kappa")
+            kappa = found[0]["state"].get(i, {}).get("kappa")
             if kappa is not None:
                 self.state[p]["kappa"] = kappa.to(p.device, copy=True)
 
@@ -166,7 +172,9 @@ class PathSGD(Optimizer):
         trained = self._trained()
         if stale or any("kappa" not in self.state[p] for p in trained):
             for p, kappa in zip(trained, path_kappa(self.graph, trained), strict=True):
-                self.state[p]["kappa"] = torch.zeros_like(wide(p)) if kappa is None else kappa.to(wide(p).dtype)
+                if kappa is None:
+                    kappa = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+                self.state[p]["kappa"] = kappa
         for group in self.param_groups:
             group["steps"] += 1
 
@@ -240,13 +248,24 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         return _own_state(self)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "frozen": {name: entries for name, (_, entries) in self._free.items()}}
+        def add(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            return {**state, "frozen": {name: entries for name, (_, entries) in self._free.items()}}
+
+        with for_one_call(self.register_state_dict_post_hook(add, prepend=True)):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict.get("frozen", {}).keys() != self._free.keys():
-            raise ValueError("this state belongs to another network: it does not name the same frozen weights")
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "frozen"})
-        self._free = {name: (self._free[name][0], tuple(entries)) for name, entries in state_dict["frozen"].items()}
+        found: list[dict[str, Any]] = []
+
+        def take(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            if state.get("frozen", {}).keys() != self._free.keys():
+                raise ValueError("this state belongs to another network: it does not name the same frozen weights")
+            found.append(state["frozen"])
+            return {key: value for key, value in state.items() if key != "frozen"}
+
+        with for_one_call(self.register_load_state_dict_pre_hook(take)):
+            super().load_state_dict(state_dict)
+        self._free = {name: (self._free[name][0], tuple(entries)) for name, entries in found[0].items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

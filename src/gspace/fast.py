@@ -60,7 +60,7 @@ def bind(optimizer: "GSGD") -> "Bound | Declined":
 
 
 def name(optimizer: "GSGD") -> str:
-    """What took the last step of `optimizer`; empty before the first."""
+    """Which way is bound to `optimizer`; empty before the first step."""
     bound = optimizer.__dict__.get("_fast")
     if bound is None:
         return ""
@@ -202,7 +202,10 @@ class Bound:
     def step(self, optimizer: "GSGD") -> bool:
         grads = self._grads()
         if grads is None:
-            GSpaceOptimizer._refuse_non_finite(optimizer)  # the definition relies on it
+            GSpaceOptimizer._refuse_non_finite(optimizer)  # the definition relies on it, and what is bound instead
+            if any(p.grad is not None and p.grad.is_sparse for p in self.parameters[self.units :]):
+                optimizer._fast = None  # without them, then
+                return step(optimizer)
             return False
         groups = optimizer.param_groups
         others = [] if self.complete else list(zip(groups, self.rest, strict=True))
@@ -216,15 +219,11 @@ class Bound:
             if root_fresh:
                 optimizer._root_state["momentum_buffer"] = torch.zeros_like(optimizer.incoming)
             root_buffer = optimizer._root_state["momentum_buffer"]
-        still = None if root_buffer is None else optimizer._without_momentum()
-        before = None if root_buffer is None or still is None else root_buffer.clone()
         coordinates = optimizer.incoming, optimizer.outgoing
         if not self.way.step(Given(groups, grads, buffers, fresh, *coordinates, root_buffer, root_fresh)):
             self._forget(optimizer, fresh, root_fresh)
             GSpaceOptimizer._refuse_non_finite(optimizer)
             return False  # every gradient is finite, but a sum of w·g is not
-        if root_buffer is not None and still is not None and before is not None:
-            root_buffer.copy_(torch.where(still, before, root_buffer))
         optimizer._mark()
         for group, some in others:
             optimizer._step_outside(group, some)

@@ -318,13 +318,13 @@ class ForeachStep:
 
     def _root_direction(self, groups: Groups, d: Tensor, root_buffer: Tensor, root_fresh: bool) -> Tensor:
         momentum, dampening = self._per_root(groups, "momentum"), self._per_root(groups, "dampening")
-        new = d.clone()
-        if not root_fresh:
-            new = root_buffer.index_select(0, self.root_units) * momentum + d * (1 - dampening)
-        root_buffer.index_copy_(0, self.root_units, new)
+        old = root_buffer.index_select(0, self.root_units)
+        new = d.clone() if root_fresh else old * momentum + d * (1 - dampening)
+        still = torch.as_tensor(momentum, device="cpu") == 0  # their buffer waits
+        root_buffer.index_copy_(0, self.root_units, torch.where(still, old, new))
         nesterov = torch.as_tensor(self._per_root(groups, "nesterov"), device="cpu")
         ahead = torch.where(nesterov > 0, d + momentum * new, new)
-        return torch.where(torch.as_tensor(momentum, device="cpu") == 0, d, ahead)
+        return torch.where(still, d, ahead)
 
     def _per_root(self, groups: Groups, key: str) -> Any:
         """A hyper-parameter for every root: a number, or a vector where groups differ."""

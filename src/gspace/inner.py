@@ -19,7 +19,8 @@ class InGSpace(GSpaceOptimizer):
 
     Each parameter that touches units is shown to the inner optimizer as a tensor of the same shape that holds path
     values (0 at skeleton entries), and the trained skeleton paths of each parameter group as one further row, which is
-    never decayed. The inner optimizer sees ∂ℓ/∂v as gradient, steps, and the new values are allocated to weights.
+    never decayed. The inner optimizer sees ∂ℓ/∂v as gradient, steps, and the new values are allocated to weights. The
+    memory of ∂ℓ/∂v is used for that: after a step it holds nothing of interest.
 
     Args:
         model: The model, not its parameters.

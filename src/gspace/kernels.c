@@ -58,7 +58,7 @@ static void add_products(REAL *restrict s, const REAL *restrict w, const REAL *r
 }
 
 /* Sum over n numbers in each of some rows; rows that follow each other are one. */
-static REAL total(const REAL *x, int64_t stride, int64_t rows, int64_t n)
+static REAL sum_of(const REAL *x, int64_t stride, int64_t rows, int64_t n)
 {
     REAL s = 0;
     if (n == stride) {
@@ -157,8 +157,8 @@ static int flow(const Plan *p, const int64_t *header, int64_t i, int with_sums, 
             }
         }
     }
-    if (with_sums && k.g && !sums) check += total(k.g, k.stride, k.rows, k.columns);
-    if (on_columns && !swap) check += total(on_columns, k.columns, 1, k.columns);
+    if (with_sums && k.g && !sums) check += sum_of(k.g, k.stride, k.rows, k.columns);
+    if (on_columns && !swap) check += sum_of(on_columns, k.columns, 1, k.columns);
     return isfinite(check);
 }
 
@@ -224,9 +224,9 @@ static void move(const Plan *p, const double *hyper, const REAL *in, const REAL 
         const int64_t *root = p->roots + i * ROOT, u = root[0];
         const double *h = hyper + root[6] * HYPER;
         REAL value = in[u] * out[u], d = p->root_grad[u] * shrink;
-        if (buffer) {
+        if (buffer && h[MOMENTUM] != 0) {
             buffer[u] = fresh ? d : (REAL)h[MOMENTUM] * buffer[u] + (REAL)(1 - h[DAMPENING]) * d;
-            if (h[MOMENTUM] != 0) d = h[NESTEROV] != 0 ? d + (REAL)h[MOMENTUM] * buffer[u] : buffer[u];
+            d = h[NESTEROV] != 0 ? d + (REAL)h[MOMENTUM] * buffer[u] : buffer[u];
         }
         REAL r = 1 - (REAL)h[LR] * d / value;
         p->raw[u] = r;

@@ -315,7 +315,7 @@ def roots_pass(
             damped = (1 - tl.load(hyper + group * HYPER + DAMPENING)).to(ACC)
             old = tl.load(buffer + unit, mask=exists, other=0.0)
             new = tl.where(tl.load(fresh) != 0, d, momentum * old + damped * d)
-            tl.store(buffer + unit, new, mask=go)
+            tl.store(buffer + unit, new, mask=go & (momentum != 0))
             look = tl.where(tl.load(hyper + group * HYPER + NESTEROV) != 0, d + momentum * new, new)
             d = tl.where(momentum != 0, look, d)
         r = 1 - tl.load(hyper + group * HYPER + LR).to(ACC) * d / value

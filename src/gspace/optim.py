@@ -106,10 +106,6 @@ class GSGD(GSpaceOptimizer):
             allocation=allocation,
         )
 
-    def _place(self) -> None:
-        super()._place()
-        self._idle: tuple[tuple[bool, ...], Tensor] | None = None
-
     def _adopt(self, skeleton: Skeleton) -> None:
         super()._adopt(skeleton)
         self._told = 0  # steps not taken that the user knows of
@@ -207,32 +203,20 @@ class GSGD(GSpaceOptimizer):
         momentum, dampening = self._per_unit("momentum"), self._per_unit("dampening")
         if not isinstance(momentum, Tensor) and momentum == 0:
             return root_grad
-        buffer, still = self._root_state.get("momentum_buffer"), self._without_momentum()
+        buffer = self._root_state.get("momentum_buffer")
         if buffer is None:
             new = root_grad.clone()
             buffer = self._root_state["momentum_buffer"] = torch.zeros_like(root_grad)
         else:
             new = buffer * momentum + root_grad * (1 - dampening)
-        buffer.copy_(new if still is None else torch.where(still, buffer, new))
+        # Where a group has no momentum its buffer waits, as torch's do; switched on later it begins at 0.
+        buffer.copy_(torch.where(momentum == 0, buffer, new) if isinstance(momentum, Tensor) else new)
         nesterov, direction = self._per_unit("nesterov"), buffer
         if isinstance(nesterov, Tensor):
             direction = torch.where(nesterov > 0, root_grad + momentum * buffer, buffer)
         elif nesterov:
             direction = root_grad + momentum * buffer
         return torch.where(momentum == 0, root_grad, direction) if isinstance(momentum, Tensor) else direction
-
-    def _without_momentum(self) -> Tensor | None:
-        """Roots whose group has no momentum, where others have: what they gathered before waits, as torch's buffers do.
-
-        The first step of one whose momentum is switched on later is damped like any other.
-        """
-        idle = tuple(group["momentum"] == 0 for group in self.param_groups)
-        if all(idle) or not any(idle):
-            return None
-        if self._idle is None or self._idle[0] != idle or self._idle[1].device != self.incoming.device:
-            at = torch.tensor(idle, device=self.incoming.device)
-            self._idle = idle, at[self._unit_group]
-        return self._idle[1]
 
     def _momentum(self, layer: Layer, weight: Tensor, path_grad: Tensor, group: dict[str, Any]) -> Tensor:
         if group["momentum"] == 0:

@@ -214,7 +214,7 @@ def _momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
             part = f"grid, {short.iterations:,} iterations, validation images"
             by_rate = [seeds(short.but(lr=rate), 1) for rate in rates]
             for runs in by_rate:
-                yield Cell(part, f"{base.model}, decay 0.0005, lr {runs[0].lr:g}", method, runs)
+                yield Cell(part, f"{base.model}, decay {base.weight_decay:g}, lr {runs[0].lr:g}", method, runs)
             found = best(by_rate, scores)
             if found:
                 by_decay = [seeds(found.but(weight_decay=decay), 1) for decay in decays]

@@ -6,7 +6,7 @@ from operator import is_
 from torch import nn
 
 
-class Watch:
+class Held:
     """What the modules of a model hold now."""
 
     def __init__(self, model: nn.Module) -> None:
