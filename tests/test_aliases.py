@@ -111,7 +111,30 @@ NETWORKS: dict[str, tuple[Forward, tuple[Tensor, ...]]] = {
     "a value in a new tensor": (lambda s, x: s.c(F.relu(s.a(x))) + x.new_full((1,), 1.0) * s.a.bias.sum(), VECTORS),
     "the batch of another activation": (_two_batches, VIDEO),
     "flattened tokens": (lambda s, x: s.l(F.relu(s.a(x)).flatten(1, 2)), TOKENS),
+    "flipped channels": (lambda s, x: s.c(F.relu(s.a(x)).flip(-1) + F.relu(s.b(x))), VECTORS),
+    "flipped images": (lambda s, x: s.o(torch.flip(F.relu(s.k(x)), (1, 3)).flatten(1)), IMAGES),
+    "flipped, once flattened": (lambda s, x: s.o(F.relu(s.k(x)).flatten(1).flip(1)), IMAGES),
+    "flipped tokens": (lambda s, x: s.c(F.relu(s.a(x)).flip(1)), TOKENS),
+    "flipped channels, counted from the front": (lambda s, x: s.c(F.relu(s.a(x)).flip(2) + F.relu(s.b(x))), TOKENS),
+    "a flipped bias": (lambda s, x: s.c(F.relu(F.linear(x, s.a.weight, s.a.bias.flip(0)))), VECTORS),
+    "a rolled bias": (lambda s, x: s.c(F.relu(F.linear(x, s.a.weight, s.a.bias.roll(1)))), VECTORS),
+    "rolled channels": (lambda s, x: s.c(F.relu(s.a(x)).roll(3, -1) + F.relu(s.b(x))), VECTORS),
+    "rolled as one vector": (lambda s, x: s.c(F.relu(s.a(x)).roll(3)), VECTORS),
+    "rolled windows": (lambda s, x: s.o(torch.roll(F.relu(s.k(x)), (1, -2), (2, 3)).flatten(1)), IMAGES),
+    "rolled, once flattened": (lambda s, x: s.o(F.relu(s.k(x)).flatten(1).roll(4, 1)), IMAGES),
 }
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["symbolic", "example"])
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [("flipped channels", WIDTH), ("flipped images", 4), ("rolled channels", WIDTH), ("rolled windows", 4)],
+)
+def test_what_only_changes_places_keeps_its_units(name: str, units: int, known: bool) -> None:
+    """Channels that are added in another order tie two layers, unit by unit."""
+    forward, inputs = NETWORKS[name]
+    found = gspace.analyze(_build(forward), inputs if known else None, residual="tie")
+    assert units == found.H
 
 
 def _build(forward: Forward) -> nn.Module:

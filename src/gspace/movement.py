@@ -102,7 +102,7 @@ def flatten(walk: Walk, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 def _same_with_more_dimensions(before: Tensor, after: Tensor, operation: Callable[[Tensor], Tensor]) -> bool:
-    """Whether units end up as far from the last dimension as if there were one or two more dimensions in front."""
+    """Whether units end up as far from the last dimension, in this order, with one or two more dimensions in front."""
     where = [d - after.dim() for d in range(after.dim()) if after.shape[d] > 1]
     for more in (1, 2):
         try:
@@ -110,6 +110,8 @@ def _same_with_more_dimensions(before: Tensor, after: Tensor, operation: Callabl
         except (RuntimeError, IndexError, TypeError):
             continue  # such an input the model does not accept
         if [d - found.dim() for d in range(found.dim()) if found.shape[d] > 1] != where:
+            return False
+        if not torch.equal(found.reshape(-1), after.reshape(-1)):
             return False
     return True
 
@@ -135,6 +137,25 @@ def rearrange(operation: Callable[..., Tensor]) -> Callable[..., Activation]:
         return Activation(ids.contiguous(), tuple(x.shape[s - 2] if s > 1 else 1 for s in moved.shape), x.spread)
 
     return rule
+
+
+def flip(walk: Walk, x: Any, *dims: Any, **kwargs: Any) -> Activation:
+    along = _flat(dims or tuple(kwargs.values()))
+    return _reordered(walk, x, lambda t: torch.flip(t, along))
+
+
+def roll(walk: Walk, x: Any, shifts: Any, dims: Any = None) -> Activation:
+    if dims is None or dims in ((), []):  # as one long vector: sizes are not known
+        return _lost(walk, x, UNKNOWN_SIZE) if isinstance(x, Activation) else _reordered(walk, x, torch.clone)
+    return _reordered(walk, x, lambda t: torch.roll(t, shifts, dims))
+
+
+def _reordered(walk: Walk, x: Any, operation: Callable[[Tensor], Tensor]) -> Activation:
+    """Entries change places along a dimension; where one stands for several, how they do is not known."""
+    if isinstance(x, (Weight, Buffer)):
+        walk.misuse(x, "rearranged on its way into an operation")
+        return Activation()
+    return _lost(walk, x, UNKNOWN_SIZE) if x.spread else rearrange(operation)(walk, x)
 
 
 def transpose(walk: Walk, x: Activation | Weight, *args: Any, **kwargs: Any) -> Activation | Weight:

@@ -123,6 +123,8 @@ FUNCTIONS: dict[str, Rule] = {
     **dict.fromkeys("view reshape _unsafe_view".split(), movement.reshape),
     "permute": movement.rearrange(lambda x, *d, **k: torch.permute(x, k.get("dims", d[0] if len(d) == 1 else d))),
     "movedim": movement.rearrange(torch.movedim),
+    "flip": movement.flip,
+    "roll": movement.roll,
     "unsqueeze": movement.rearrange(torch.unsqueeze),
     **dict.fromkeys("transpose t swapaxes".split(), movement.transpose),
     "squeeze": movement.squeeze,

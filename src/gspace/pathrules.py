@@ -317,7 +317,7 @@ def pad(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
 _MOVES = (
     "pixel_shuffle flatten view reshape _unsafe_view permute movedim unsqueeze transpose t swapaxes squeeze expand "
     "broadcast_to split split_with_sizes chunk unbind select narrow slice getitem cat concat concatenate stack "
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d"
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d flip roll"
 )
 
 RULES: dict[str, Rule] = {
