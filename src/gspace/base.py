@@ -8,8 +8,7 @@ changes a trajectory.
 Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from gspace import saved
 from gspace import step as algorithm
 from gspace.balance import balanced_log_scales
 from gspace.graph import Analysis, Residual, analyzed
@@ -45,7 +44,7 @@ def on_skeleton(model: nn.Module, analysis: Analysis) -> bool:
 class GSpaceOptimizer(Optimizer):
     """Bookkeeping of an optimizer that moves in G-space; a subclass adds what happens to path values in `_step`."""
 
-    _places: Sequence[int] = ()  # a copy has none yet: its weights lie elsewhere, which is noticed too
+    _storages: Sequence[int] = ()  # a copy has none yet: its weights lie elsewhere, which is noticed too
 
     def __init__(
         self,
@@ -166,7 +165,7 @@ class GSpaceOptimizer(Optimizer):
     def _know_memory(self) -> None:
         """Once the memory of a weight is gone, what others assign to it may come to lie at the same address."""
         self._memory = [StorageWeakRef(w.untyped_storage()) for w in self._weights]
-        self._places = [memory.cdata for memory in self._memory]
+        self._storages = [memory.cdata for memory in self._memory]
 
     def _check(self) -> None:
         """The model must be the one that was analyzed; weights that others changed give new coordinates."""
@@ -178,7 +177,7 @@ class GSpaceOptimizer(Optimizer):
             )
         if list(map(_TRAINED, self._parameters())) != self._trained:
             self._refit()
-        if self._seen != self._now() or any(map(_EXPIRED, self._places)):
+        if self._seen != self._now() or any(map(_EXPIRED, self._storages)):
             self._follow()
 
     def _follow(self) -> None:
@@ -282,13 +281,12 @@ class GSpaceOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with "gspace": skeleton and coordinates. Hooks see all of it."""
-        with for_one_call(self.register_state_dict_post_hook(_add_own_state, prepend=True)):
-            return super().state_dict()
+        return saved.save(self, super().state_dict, {"gspace": self._own_state()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         found: list[tuple[Skeleton, Mapping[str, Any]]] = []
 
-        def take(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        def take(state: dict[str, Any]) -> dict[str, Any]:
             if "gspace" not in state:
                 raise ValueError(
                     f"this is not the state of a {type(self).__name__}: it has no coordinates "
@@ -297,14 +295,13 @@ class GSpaceOptimizer(Optimizer):
             found.append((self._saved_skeleton(state["gspace"]), state["gspace"]))
             return {key: value for key, value in state.items() if key != "gspace"}
 
-        with for_one_call(self.register_load_state_dict_pre_hook(take)):
-            super().load_state_dict(state_dict)
+        saved.load(self, super().load_state_dict, state_dict, take)
         self.skeleton, own = found[0]
         self._load_own_state(own)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this object alone: hooks, and the `step` that a scheduler wraps."""
-        own = ("step", "_zero_grad_profile_name", "_fast", "_memory", "_places")
+        own = ("step", "_zero_grad_profile_name", "_fast", "_memory", "_storages")
         return {k: v for k, v in self.__dict__.items() if k not in own and not k.startswith("_optimizer_")}
 
     # One step ---------------------------------------------------------------------------------------------------------
@@ -404,20 +401,6 @@ class GSpaceOptimizer(Optimizer):
             "path_value": value,
             "effective_lr": torch.stack(rates)[self._unit_group[self._root][1:]] / value.double().square(),
         }
-
-
-def _add_own_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    assert isinstance(optimizer, GSpaceOptimizer)
-    return {**state_dict, "gspace": optimizer._own_state()}
-
-
-@contextmanager
-def for_one_call(handle: RemovableHandle) -> Iterator[None]:
-    """A hook that is there for one call."""
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace.base import for_one_call, on_skeleton, refuse_meta, wanted
+from gspace import saved
+from gspace.base import on_skeleton, refuse_meta, wanted
 from gspace.graph import Analysis, Residual, analyze, analyzed
 from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
@@ -139,16 +140,16 @@ class PathSGD(Optimizer):
         """As torch does, but κ keeps the precision it was saved in."""
         found: list[dict[str, Any]] = []
 
-        def look(_: Optimizer, state: dict[str, Any]) -> None:
+        def take(state: dict[str, Any]) -> dict[str, Any]:
             if any("steps" not in group for group in state["param_groups"]):
                 raise ValueError("this is the state of another optimizer, not of PathSGD")
             found.append(state)
+            return state
 
-        with for_one_call(self.register_load_state_dict_pre_hook(look)):  # the last: other hooks may unwrap the state
-            super().load_state_dict(state_dict)
-        saved = (i for group in found[0]["param_groups"] for i in group["params"])
+        saved.load(self, super().load_state_dict, state_dict, take)
+        theirs = (i for group in found[0]["param_groups"] for i in group["params"])
         mine = (p for group in self.param_groups for p in group["params"])
-        for i, p in zip(saved, mine, strict=True):
+        for i, p in zip(theirs, mine, strict=True):
             kappa = found[0]["state"].get(i, {}).get("kappa")
             if kappa is not None:
                 self.state[p]["kappa"] = kappa.to(p.device, copy=True)
@@ -248,23 +249,19 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         return _own_state(self)
 
     def state_dict(self) -> dict[str, Any]:
-        def add(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-            return {**state, "frozen": {name: entries for name, (_, entries) in self._free.items()}}
-
-        with for_one_call(self.register_state_dict_post_hook(add, prepend=True)):
-            return super().state_dict()
+        frozen = {name: entries for name, (_, entries) in self._free.items()}
+        return saved.save(self, super().state_dict, {"frozen": frozen})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         found: list[dict[str, Any]] = []
 
-        def take(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        def take(state: dict[str, Any]) -> dict[str, Any]:
             if state.get("frozen", {}).keys() != self._free.keys():
                 raise ValueError("this state belongs to another network: it does not name the same frozen weights")
             found.append(state["frozen"])
             return {key: value for key, value in state.items() if key != "frozen"}
 
-        with for_one_call(self.register_load_state_dict_pre_hook(take)):
-            super().load_state_dict(state_dict)
+        saved.load(self, super().load_state_dict, state_dict, take)
         self._free = {name: (self._free[name][0], tuple(entries)) for name, entries in found[0].items()}
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from gspace.tables import Given, Network, Tile, addresses, hyper_parameters
 
 FOLD, DEPTH, ROOTS, UNITS = 32, 64, 16, 256  # items of one program of the small passes, and sums it reads at a time
 SPARE = 4  # captured steps between two others that find memory made for them
-KEPT: list[object] = []  # headers that a CUDA graph reads at each replay, as long as it may
+KEPT: list[object] = []  # headers that CUDA graphs read at each replay: never freed
 DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)  # how compiled kernels are called varied before
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
