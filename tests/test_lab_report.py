@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from gspace.lab import archive, cli
 from gspace.lab.document import Document, Panel, Section, Series, Table, markdown
 from gspace.lab.errors import RecordError
 from gspace.lab.experiment import Cell, Method, Printed, Variant, best, jobs, seeds
+from gspace.lab.figures import COLOURS, MANY, _panel
 from gspace.lab.page import page
 from gspace.lab.panels import curve, panels
 from gspace.lab.recipe import Recipe
@@ -311,6 +313,46 @@ def test_figures_are_written_for_every_section_that_has_panels(tmp_path: Path) -
     assert [path.name for path in written] == ["report.md", "report.html", "s.png", "s.svg"]
     assert (tmp_path / "figures" / "s.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "figures" / "s.svg").read_text()
+
+
+def test_curves_of_one_panel_can_be_told_apart() -> None:
+    def style(hue: int, control: bool) -> tuple[object, object]:
+        axes = Figure().add_subplot()
+        _panel(
+            axes, Panel("title", "x", "y", (Series("a", (1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (1.0, 2.0), control, hue),))
+        )
+        (line,) = axes.lines
+        return line.get_color(), line.get_linestyle()
+
+    styles = [style(hue, control) for hue in range(3 * len(COLOURS)) for control in (False, True)]
+    assert len(set(styles[: 2 * len(COLOURS)])) == 2 * len(COLOURS)
+    assert len(set(styles[::2])) == 3 * len(COLOURS)
+
+
+@pytest.mark.parametrize(("high", "ticks"), [(80.0, ["5", "10", "20", "50"]), (1e6, None)])
+def test_a_short_logarithmic_axis_has_plain_numbers(high: float, ticks: list[str] | None) -> None:
+    axes = Figure().add_subplot()
+    _panel(
+        axes, Panel("title", "x", "y", (Series("a", (0.0, 1.0), (4.0, high), (4.0, high), (4.0, high)),), log_y=True)
+    )
+    axes.figure.canvas.draw()
+    low, top = axes.get_ylim()
+    texts = [t.get_text() for t, y in zip(axes.get_yticklabels(), axes.get_yticks(), strict=True) if low <= y <= top]
+    assert texts == ticks if ticks else all("10^" in text for text in texts)
+
+
+def test_many_names_stand_below_their_curves() -> None:
+    def names_cover(count: int) -> bool:
+        axes = Figure(layout="constrained").add_subplot()
+        series = tuple(Series(f"s{k}", (0.0, 1.0), (1.0, 2.0), (1.0, 2.0), (1.0, 2.0), False, k) for k in range(count))
+        _panel(axes, Panel("title", "x", "y", series))
+        axes.figure.canvas.draw()
+        legend = axes.get_legend()
+        assert legend is not None
+        return bool(legend.get_window_extent().overlaps(axes.get_window_extent()))
+
+    assert names_cover(MANY)
+    assert not names_cover(MANY + 1)
 
 
 def test_every_shared_run_is_shown_where_it_belongs() -> None:

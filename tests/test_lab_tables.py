@@ -215,8 +215,11 @@ def test_the_best_chain_is_run_in_full() -> None:
         return 0.1 if recipe.allocation == "spread" else 0.2
 
     cells = Variant().cells(EXPERIMENTS["one-chain"], score)
-    (full,) = [cell for cell in cells if cell.recipes[0].iterations == 64_000]
-    assert (full.method.key, full.recipes[0].pin) == ("chain-spread", "none")
+    full = [cell for cell in cells if cell.recipes[0].iterations == 64_000]
+    assert [cell.method.key for cell in full] == ["chain-spread", "stages", "sgd", "sgd-skeleton"]
+    assert full[0].recipes[0].pin == "none"
+    table_1 = jobs(Variant().cells(EXPERIMENTS["table-1"], score))  # what it is compared with costs nothing
+    assert all(recipe in table_1 for cell in full[1:] for recipe in cell.recipes)
 
 
 # Sizes

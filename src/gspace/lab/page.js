@@ -6,6 +6,8 @@ const SVG = "http://www.w3.org/2000/svg";
 const SIZE = { width: 620, height: 340, left: 62, right: 14, top: 12, bottom: 46 };
 const COLOURS = JSON.parse(document.getElementById("colours").textContent);
 const colourOf = (series) => COLOURS[series.hue % COLOURS.length];
+const DASHES = ["none", "8 3 2 3", "2 3"]; // of the first curves, and of those whose colour is another's
+const dashesOf = (series) => (series.control ? "6 4" : DASHES[Math.floor(series.hue / COLOURS.length) % DASHES.length]);
 
 function element(parent, name, attributes = {}, text = "") {
   const node = document.createElementNS(SVG, name);
@@ -129,9 +131,8 @@ class Plot {
     } else {
       const band = [...at(series.low), ...at(series.high).reverse()].join(" ");
       element(this.curves, "polygon", { points: band, fill: colour, opacity: 0.15 });
-      const dashes = series.control ? { "stroke-dasharray": "6 4" } : {};
       const line = { class: "curve", points: at(series.y).join(" "), fill: "none", stroke: colour, "stroke-width": 1.8 };
-      element(this.curves, "polyline", { ...line, ...dashes });
+      element(this.curves, "polyline", { ...line, "stroke-dasharray": dashesOf(series) });
     }
     if (series.x.length <= 12 || this.panel.ticks.length)
       series.x.forEach((x, k) =>

@@ -11,7 +11,7 @@ from gspace.lab.record import Record
 from gspace.lab.schedule import steps_per_epoch
 from gspace.lab.tabulate import MEASURES, Found, Measure, outcome
 
-CURVES = (("train_loss", "training loss", 1.0, True), ("test_error", "test error, %", 100.0, False))
+CURVES = (("train_loss", "training loss", 1.0, True), ("test_error", "test error, %", 100.0, True))
 
 
 def panels(cells: Sequence[Cell], found: Found, measures: Sequence[str]) -> list[Panel]:
@@ -35,7 +35,7 @@ def panels(cells: Sequence[Cell], found: Found, measures: Sequence[str]) -> list
 
 def _coloured(panel: Panel, cells: Sequence[Cell]) -> Panel:
     """One colour per method in all panels of an experiment."""
-    hues = {label: k for k, label in enumerate(dict.fromkeys(cell.method.label for cell in cells))}
+    hues = {label: k for k, label in enumerate(dict.fromkeys(_plain(cell.method.label) for cell in cells))}
     return replace(panel, series=tuple(replace(series, hue=hues[series.label]) for series in panel.series))
 
 
@@ -57,7 +57,8 @@ def _against_axis(part: str, cells: Sequence[Cell], found: Found, measures: Sequ
         drawn = [
             _along(m, {x: list(seeds.values()) for (method, x), seeds in ends.items() if method == m}) for m in methods
         ]
-        yield Panel(title, label, measure.label, _drawn(drawn), log_x=True, log_y=key == "fit_loss")
+        y_label = measure.measured_on(cells[0].recipes[0])
+        yield Panel(title, label, y_label, _drawn(drawn), log_x=True, log_y=key == "fit_loss")
         base = next((method for method in methods if method.key == "sgd"), None)
         if base is None or cells[0].recipes[0].validation:
             continue
@@ -118,13 +119,18 @@ def curve(records: Sequence[Record], key: str, scale: float) -> list[tuple[float
 
 def _series(label: str, points: Sequence[tuple[float, list[float]]], control: bool) -> Series:
     return Series(
-        label,
+        _plain(label),
         tuple(x for x, _ in points),
         tuple(fmean(y) for _, y in points),
         tuple(min(y) for _, y in points),
         tuple(max(y) for _, y in points),
         control,
     )
+
+
+def _plain(label: str) -> str:
+    """Without Markdown's marks."""
+    return label.replace("`", "")
 
 
 def _drawn(series: Sequence[Series]) -> tuple[Series, ...]:

@@ -249,12 +249,12 @@ def _one_chain(quick: bool, scores: Scores) -> Iterator[Cell]:
     short = base.but(iterations=80 if quick else 8000)
     stages = Method("stages", "stage by stage (as in table-1)", G_SGD.fields)
     row = f"{base.model}, {short.iterations:,} iterations"
-    for method in (*CHAINS, stages, SGD, FROM_SKELETON):
+    beside = (stages, SGD, FROM_SKELETON)
+    for method in (*CHAINS, *beside):
         yield Cell("short runs", row, method, seeds(method.on(short), 1))
     found = best([seeds(method.on(short), 1) for method in CHAINS], scores)
-    for method in CHAINS:
-        if found == method.on(short, seed=0):
-            yield Cell("the best of them in full", base.model, method, seeds(method.on(base), 1))
+    for method in (*(m for m in CHAINS if found == m.on(short, seed=0)), *(beside if found else ())):
+        yield Cell("the best of them in full", base.model, method, seeds(method.on(base), 1))
 
 
 def _rates(quick: bool, scores: Scores) -> Iterator[Cell]:

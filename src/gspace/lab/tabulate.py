@@ -29,6 +29,10 @@ class Measure:
     def write(self, value: float) -> str:
         return format(value, self.form)
 
+    def measured_on(self, recipe: Recipe) -> str:
+        """Its label: grids are scored on held-out training images."""
+        return self.label.replace("test", "validation") if recipe.validation else self.label
+
 
 MEASURES = {
     measure.key: measure
@@ -99,7 +103,7 @@ def tables(cells: Sequence[Cell], found: Found, measures: Sequence[str]) -> list
 def table(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> Table:
     """Lines of a part against its methods, controls last; with a single line, its methods one below the other."""
     validation = bool(cells[0].recipes[0].validation)
-    label = measure.label.replace("test", "validation") if validation else measure.label
+    label = measure.measured_on(cells[0].recipes[0])
     title = label if part in ("test error", label) else f"{part[0].upper()}{part[1:]}: {label}"
     methods = sorted(dict.fromkeys(cell.method for cell in cells), key=lambda method: method.control)
     lines = list(dict.fromkeys(cell.line for cell in cells))
