@@ -22,12 +22,14 @@ from gspace.lab.data import load
 from gspace.lab.engine import Engine, restore, snapshot
 from gspace.lab.errors import BusyError, DeviceError, Interrupted, RecipeError, RecordError
 from gspace.lab.learners import Single, initial_model, loss_and_errors
+from gspace.lab.loop import Progress
 from gspace.lab.queue import batches, main, read_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Run, open_run, read_run, read_runs
 from gspace.lab.schedule import drops, learning_rate, steps_per_epoch, total_iterations
 from gspace.lab.stacked import activations, largest_stack, losses_and_gradients, matrices, stack, stackable
-from gspace.lab.train import Progress, stop_requests, train, train_many
+from gspace.lab.stopping import stop_requests
+from gspace.lab.train import train, train_many
 from gspace.lab.transform import epoch_rows, feed
 
 SMALL = Recipe(epochs=2, batch_size=64, hidden=(16, 12), eval_every=7)

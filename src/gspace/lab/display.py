@@ -18,8 +18,8 @@ from rich.table import Table
 
 from gspace.lab import queue
 from gspace.lab.experiment import Cell, data_label
+from gspace.lab.loop import Progress as Told
 from gspace.lab.recipe import Recipe
-from gspace.lab.train import Progress as Told
 
 SPARKS = "▁▂▃▄▅▆▇█"
 

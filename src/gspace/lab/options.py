@@ -18,7 +18,8 @@ from gspace.lab.engine import Engine
 from gspace.lab.errors import RecipeError
 from gspace.lab.recipe import DEFAULTS, Recipe, check_fields
 from gspace.lab.record import make_folder
-from gspace.lab.train import Session, stop_requests
+from gspace.lab.stopping import stop_requests
+from gspace.lab.train import Session
 
 MOST_SEEDS = 10_000
 

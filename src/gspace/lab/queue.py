@@ -23,10 +23,12 @@ from pathlib import Path
 
 from gspace.lab.engine import Engine
 from gspace.lab.errors import BusyError, Interrupted, LabError, RecipeError
+from gspace.lab.loop import Progress
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import SUMMARY, Line, Run, open_run
 from gspace.lab.stacked import stack_key, stackable
-from gspace.lab.train import Progress, Session, interruption, stop_requests, work_alone, work_in_stacks
+from gspace.lab.stopping import interruption, stop_requests
+from gspace.lab.train import Session, work_alone, work_in_stacks
 
 
 @dataclass(frozen=True)

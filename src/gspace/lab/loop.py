@@ -1,0 +1,243 @@
+"""The training loop, the same for a single network and for a stack of them; `train.py` makes what it works on."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspace.lab.engine import Engine, capture
+from gspace.lab.errors import RecordError
+from gspace.lab.learners import Learner
+from gspace.lab.recipe import Recipe
+from gspace.lab.record import CHECKPOINT, METRICS, Line, Run, finite
+from gspace.lab.schedule import drops, evaluation_interval, learning_rate, points, steps_per_epoch, total_iterations
+from gspace.lab.stopping import Stop, interruption
+from gspace.lab.transform import Feed, epoch_rows
+
+HEARTBEAT = 0.5  # seconds between two reports of progress
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a display is told, now and then and at each point of the curve.
+
+    Attributes:
+        recipes: The runs in progress (more than one in a stack).
+        iteration, total: How far they are.
+        loss, error: Means over the training batches since the last point of the curve, per run.
+        images_per_second: Of this session, evaluation not counted.
+        seconds_left: Estimate.
+        lines: The new point of each run's curve, if there is one (None for a run that has diverged before).
+    """
+
+    recipes: tuple[Recipe, ...]
+    iteration: int
+    total: int
+    loss: tuple[float, ...]
+    error: tuple[float, ...]
+    images_per_second: float
+    seconds_left: float
+    lines: tuple[Line | None, ...] = ()
+
+
+Watch = Callable[[Progress], None]
+
+
+class Loop:
+    """The position of a training run and what moves it on."""
+
+    def __init__(self, runs: Sequence[Run], learner: Learner, source: Feed, engine: Engine) -> None:
+        self.runs, self.learner, self.source, self.engine = runs, learner, source, engine
+        self.recipe = runs[0].recipe
+        images = len(source.labels)
+        self.epoch_steps = steps_per_epoch(self.recipe, images)
+        self.total = total_iterations(self.recipe, images)
+        self.interval = evaluation_interval(self.recipe, self.total)
+        self.iteration = 0
+        self.active = [k for k, run in enumerate(runs) if run.summary is None]
+        self.seconds = 0.0  # of training in all sessions, evaluation not counted
+        self.wall = 0.0  # the same with evaluation and checkpoints
+        self.session = 0  # iterations of this one
+        self.overhead = 0.0  # seconds to load, build, compile and capture
+        self.drops = drops(self.recipe, self.total)
+        self.advance: Callable[[Tensor], None] = learner.step
+        self._resume()
+
+    def _resume(self) -> None:
+        """Continues from the checkpoint, which is in the folder of the first run; the others' folders point to it."""
+        host, *others = self.runs
+        state = host.load()
+        if state is not None:
+            if state["kind"] != self.learner.kind:
+                raise RecordError(
+                    f"{host.folder} was begun as a {state['kind']} run: continue it as such, or delete it"
+                )
+            self._check_curves(state["iteration"])
+            self.iteration, self.seconds, self.wall = state["iteration"], state["seconds"], state["wall"]
+            self.learner.load(state["learner"])
+            self.learner.totals.copy_(state["totals"])
+            torch.set_rng_state(state["random"])
+        for k in self.active:
+            self.runs[k].rewind(self.iteration)
+        for run in others:
+            run.save(self._kind())
+
+    def _check_curves(self, iteration: int) -> None:
+        """A curve may be ahead of the checkpoint, if a kill came before the next one; what it lacks is lost."""
+        expected = points(self.interval, self.total, iteration)
+        for run in (self.runs[k] for k in self.active):
+            missing = sorted({*expected} - {line["iteration"] for line in run.metrics})
+            if missing:
+                again = "this run" if len(self.runs) == 1 else f"the {len(self.runs)} runs of its stack"
+                raise RecordError(
+                    f"{run.folder / METRICS} has no point at iteration {missing[0]}, but the checkpoint is at "
+                    f"{iteration}: delete {self.runs[0].folder / CHECKPOINT} to start {again} again"
+                )
+
+    def _kind(self) -> Line:
+        return {"kind": self.learner.kind, "members": [run.folder.name for run in self.runs]}
+
+    def prepare(self, started: float) -> None:
+        """Captures the step, if it is to be one CUDA graph."""
+        if self.engine.graph and self.iteration < self.total:
+            rows = self._rows(self.iteration // self.epoch_steps)[0]
+            self.advance = capture(self.learner.step, rows, self.learner.live, self.learner.clear)
+            torch.cuda.synchronize()
+        self.overhead = time.perf_counter() - started
+
+    def run(self, watches: Sequence[Watch], stop: Stop, minutes: float | None = None) -> None:
+        """Iterates to the end, to divergence, or to a signal."""
+        rows: Tensor | None = None
+        rates: list[float] = []
+        clock = beat = saved = time.perf_counter()
+        elapsed = 0.0  # seconds of training in this session
+        while self.iteration < self.total and self.active:
+            epoch, step = divmod(self.iteration, self.epoch_steps)
+            if rows is None or step == 0:
+                rows = self._rows(epoch)
+            if not rates or self.iteration in self.drops:
+                rates = [learning_rate(run.recipe, self.iteration, self.total) for run in self.runs]
+                self.learner.set_rates(rates)
+            self.advance(rows[step])
+            self.iteration += 1
+            self.session += 1
+
+            due = self.iteration % self.interval == 0 or self.iteration == self.total
+            signum = stop()
+            if not (due or signum or time.perf_counter() - beat > HEARTBEAT):
+                continue
+            totals = (self.learner.totals / self._since_line()).tolist()  # waits for the device
+            elapsed += time.perf_counter() - clock
+            self.seconds += time.perf_counter() - clock
+            lines = self._point(totals, rates) if due else ()
+            self._tell(watches, totals, lines, elapsed)
+            now = time.perf_counter()
+            self.wall += now - clock
+            clock = now
+            if signum and self.iteration < self.total:
+                self._save()
+                raise interruption(signum, f"at iteration {self.iteration} of {self.total}", minutes)
+            if time.perf_counter() - saved > self.engine.checkpoint_seconds:
+                self._save()
+                saved = time.perf_counter()
+            self.wall += time.perf_counter() - clock
+            clock = beat = time.perf_counter()
+        self._finish(elapsed)
+
+    def _rows(self, epoch: int) -> Tensor:
+        """The rows of an epoch, `(step, network, batch, 1 + draws)`, on the device."""
+        size, images, augment = self.recipe.batch_size, len(self.source.labels), self.source.augment
+        rows = torch.stack([epoch_rows(run.recipe.seed, epoch, images, size, augment) for run in self.runs], 1)
+        if self.source.labels.is_cuda:
+            return rows.pin_memory().to(self.source.labels.device, non_blocking=True)
+        return rows
+
+    def _since_line(self) -> int:
+        """Iterations that `totals` sums over."""
+        return (self.iteration - 1) % self.interval + 1
+
+    def _point(self, totals: Sequence[Sequence[float]], rates: Sequence[float]) -> tuple[Line | None, ...]:
+        """Measures, writes a point of each curve, and takes those out that have diverged."""
+        scores = self.learner.test()
+        self.learner.totals.zero_()
+        lines: list[Line | None] = [None] * len(self.runs)
+        for k in list(self.active):
+            (loss, errors), (test_loss, test_error) = totals[k], scores[k]
+            line = {
+                "iteration": self.iteration,
+                "epoch": self.iteration / self.epoch_steps,
+                "lr": rates[k],
+                "train_loss": finite(loss),
+                "train_error": errors / self.recipe.batch_size,
+                "test_loss": finite(test_loss),
+                "test_error": test_error,
+                "seconds": round(self.seconds, 3),
+            }
+            self.runs[k].append(line)
+            lines[k] = line
+            if not math.isfinite(loss):
+                self.active.remove(k)
+                self.runs[k].finish({"status": "diverged", **self._facts(k), **line, "test_error": None})
+        return tuple(lines)
+
+    def _tell(
+        self,
+        watches: Sequence[Watch],
+        totals: Sequence[Sequence[float]],
+        lines: tuple[Line | None, ...],
+        seconds: float,
+    ) -> None:
+        progress = Progress(
+            recipes=tuple(run.recipe for run in self.runs),
+            iteration=self.iteration,
+            total=self.total,
+            loss=tuple(loss for loss, _ in totals),
+            error=tuple(errors / self.recipe.batch_size for _, errors in totals),
+            images_per_second=self._images() / seconds,
+            seconds_left=(self.total - self.iteration) * seconds / self.session,
+            lines=lines,
+        )
+        for watch in watches:
+            watch(progress)
+
+    def _images(self) -> int:
+        return self.session * self.recipe.batch_size * len(self.runs)
+
+    def _save(self) -> None:
+        for run in self.runs[1:]:
+            run.sync()
+        self.runs[0].save(
+            {
+                **self._kind(),
+                "iteration": self.iteration,
+                "seconds": self.seconds,
+                "wall": self.wall,
+                "totals": self.learner.totals,
+                "random": torch.get_rng_state(),
+                "learner": self.learner.state(),
+            }
+        )
+
+    def _facts(self, k: int) -> Line:
+        """What a summary says besides the last point of the curve."""
+        return {"identity": self.runs[k].recipe.identity, "iterations": self.total, "stacked": len(self.runs)}
+
+    def _finish(self, seconds: float) -> None:
+        if not self.active:
+            return
+        self._save()
+        scores = self.learner.fit()
+        speed = {"images_per_second": self._images() / seconds} if seconds else {}
+        for k in self.active:
+            run = self.runs[k]
+            lines = run.metrics
+            loss, error = scores[k]
+            fit = {"fit_loss": finite(loss), "fit_error": error}
+            best = {"best_test_error": min(line["test_error"] for line in lines)}
+            overhead = {"wall_seconds": round(self.wall, 3), "overhead_seconds": round(self.overhead, 3)}
+            run.finish(
+                {"status": "finished", **self._facts(k), **(lines[-1] or {}), **best, **fit, **speed, **overhead}
+            )
