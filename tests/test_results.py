@@ -77,6 +77,23 @@ def test_every_figure_of_the_report_is_there(report: str) -> None:
     assert [name for name in figures if not (REPORT.parent / name).exists()] == []
 
 
+def invariance(name: str) -> dict[str, list[str]]:
+    """Rows of the first table after optimizers and networks: the optimizer without its rate, the medians."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    rows = text[text.index("| optimizer |") :].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip(" *") for cell in row.strip("|").split("|")] for row in rows]
+    made: dict[str, list[str]] = {}
+    for optimizer, *values in cells:
+        made.setdefault(optimizer.split(",")[0], [value.split()[0] for value in values])
+    return made
+
+
+def test_the_invariance_of_the_readme_is_the_measured_one() -> None:
+    measured, said = invariance("docs/invariance.md"), invariance("README.md")
+    assert len(said) == 6
+    assert {name: measured[name] for name in said} == said
+
+
 def benchmark(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
