@@ -136,8 +136,8 @@ def page(record: dict[str, Any]) -> str:
         "and in float32, and alone on two threads against alone on one. "
         f"Test errors differ by {exact} images of 10,000 in float64, by at most {images} in float32.",
         "",
-        "Alone and stacked are the same computation: in float64 they agree to rounding (G-SGD at h = 512 to 1e-7). In float32 they part by rounding that "
-        "training magnifies, as two runs alone do on different numbers of threads; G-SGD without its guard does so the "
+        "Alone and stacked are the same computation: in float64 they agree to rounding, mostly. In float32 they part by "
+        "rounding that training magnifies, as two runs alone do on different numbers of threads; G-SGD without its guard does so the "
         "more, the wider the network. From h = 512 on, float64 and threads are compared on 1024/h seeds; at 1024 both "
         "sides train alone by the same code, so that times there only say how far a ratio may be off.",
         "",

@@ -545,8 +545,9 @@ def page(folder: Path, figures: str = "../results") -> str:
         "",
         "Medians over interleaved repeats in one process; the ratio is the median over that of the baseline, and "
         '"noise" the ratio of the baseline to itself, measured in the same turns. Times in µs, with the 10th and 90th '
-        "percentile. The baseline on a CPU and in eager mode is SGD(foreach); SGD(fused), where it was timed, has rows of "
-        "its own: with momentum it is the faster one. Iterations are forward, backward and step; networks are described in `benchmarks/step.py`. The "
+        "percentile. The baseline on a CPU and in eager mode is SGD(foreach); SGD(fused), where it was timed, has rows "
+        "of its own: with momentum it is the faster one. Iterations are forward, backward and step; networks are "
+        "described in `benchmarks/step.py`. The "
         "figures are the paper's Fig. 6 with our bars: iterations per second in per cent of those with torch's SGD; "
         "the paper states about 7 % less for G-SGD.",
         "",
