@@ -126,7 +126,7 @@ def add(walk: Walk, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
         return _zero(_broadcast(a, b))
     assert a.ids is not None and b.ids is not None
     if a.ids.shape == b.ids.shape and torch.equal(a.ids, b.ids) and a.spread == b.spread:
-        return a
+        return _broadcast(a, b)
     if walk.residual == "pin":
         walk.pin([a, b], "a residual connection (residual='tie' would tie the two streams)")
         return _zero(_broadcast(a, b))

@@ -66,14 +66,32 @@ def reshape(walk: Walk, x: Any, *sizes: Any, **kwargs: Any) -> Activation:
         keeps_batch = len(target) == 2 and _same_batch(x, target[0])
         return flatten(walk, x, 1) if keeps_batch else _lost(walk, x, UNKNOWN_SIZE, shape)
     batch = x.shape[0] or _BATCH
-    concrete = [batch if _same_batch(x, s) else s for s in target]
+
+    def laid_out(*more: int) -> Tensor:
+        """The ids with these dimensions in front of all."""
+        assert x.ids is not None
+        front = (*more, batch)
+        return x.ids.expand(*front, *known).reshape([front[0] if _same_batch(x, s) else s for s in target])
+
     try:
-        ids = x.ids.expand(batch, *known).reshape(concrete)
+        ids = laid_out()
     except (RuntimeError, TypeError):
         return _lost(walk, x, UNKNOWN_SIZE, shape)
+    if x.loose and not all(_same_units(compress(ids), more, laid_out) for more in ((5,), (5, 7))):
+        return _lost(walk, x, UNKNOWN_RANK)
     if x.shape[0] is None and (ids.shape[:1] != (batch,) or target[0] == batch):
         return _lost(walk, x, UNKNOWN_SIZE, shape)
     return Activation(compress(ids), (x.shape[0], *ids.shape[1:]) if x.shape[0] is None else tuple(ids.shape))
+
+
+def _same_units(ids: Tensor, more: tuple[int, ...], laid_out: Callable[..., Tensor]) -> bool:
+    """Whether units are as far from the last dimension, in this order, with more dimensions in front."""
+    try:
+        found = compress(laid_out(*more))
+    except (RuntimeError, TypeError):
+        return True  # such an input the model does not accept
+    where = [[d - x.dim() for d in range(x.dim()) if x.shape[d] > 1] for x in (ids, found)]
+    return where[0] == where[1] and torch.equal(ids.reshape(-1), found.reshape(-1))
 
 
 def flatten(walk: Walk, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -82,7 +100,7 @@ def flatten(walk: Walk, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     if x.ids is None or x.shape is None:
         return Activation()
     rank = len(x.shape)
-    if x.loose and (start_dim > 1 or end_dim > 0):
+    if x.loose and (start_dim > 0 or end_dim >= 0):
         return _lost(walk, x, UNKNOWN_RANK)
     if start_dim == 0 and rank > 1 and x.shape[0] is None:
         return _lost(walk, x, "flattened together with the batch")

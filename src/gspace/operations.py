@@ -51,8 +51,16 @@ def size(walk: Walk, x: Any, dim: int | None = None) -> Any:
     elif not isinstance(x, Activation) or x.shape is None:
         return Size() if dim is not None else Parts(Activation())
     else:
-        sizes = tuple(Size(x.lead if d == 0 else 0) if s is None else s for d, s in enumerate(x.shape))
+        found = (Size(x.lead if d == 0 else 0) if s is None else s for d, s in enumerate(x.shape))
+        sizes = _FromTheEnd(found) if x.loose else tuple(found)
     return sizes if dim is None else sizes[dim]
+
+
+class _FromTheEnd(tuple[Any, ...]):
+    """Sizes of an activation that may have more dimensions in front: which one a positive number means is not known."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return Size() if isinstance(key, int) and key > 0 else super().__getitem__(key)
 
 
 def attribute(walk: Walk, x: Any, name: str) -> Any:
@@ -140,6 +148,7 @@ FUNCTIONS: dict[str, Rule] = {
     "stack": movement.stack,
     **dict.fromkeys("size sym_size".split(), size),
     "getattr": attribute,
+    "_assert_tensor_metadata": lambda walk, x, *args, **kwargs: None,  # what export writes beside a cast
     "dim": lambda walk, x: len(x.shape) if x.shape else Size(),
 }
 

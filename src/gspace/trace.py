@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from gspace.footprints import Footprints, tensors_in, unwritten
 
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -34,12 +37,14 @@ class Traced:
         module: Resolves the targets of `call_module` and `get_attr` nodes.
         tensors: Parameters and buffers that `torch.export` lifted to placeholders, by node name.
         prefix: What stands in front of the model's own module names.
+        footprints: Which parameters and buffers the constants in the graph were computed from.
     """
 
     graph: fx.Graph
     module: nn.Module
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     prefix: str = ""
+    footprints: Footprints | None = None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -70,7 +75,7 @@ def trace(model: nn.Module, example_input: Inputs | None = None) -> list[Traced]
     traced: list[Traced] = []
     seen: set[tuple[str, ...]] = set()
     for training in (True, False):
-        with _untouched(model), _mode(model, training):
+        with unwritten(model), _mode(model, training):
             one = _trace_once(model, example_input)
         signature = tuple(f"{n.op} {n.target} {n.args} {n.kwargs}" for n in one.graph.nodes)
         if signature not in seen:
@@ -90,7 +95,7 @@ def _trace_once(model: nn.Module, example_input: Inputs | None) -> Traced:
                 "names; one argument that is itself a tuple or dict goes into a tuple."
             ) from error
     for m in model.modules():
-        vars(m).pop("_compiled_call_impl", None)  # `model.compile()`; `_untouched` puts it back
+        vars(m).pop("_compiled_call_impl", None)  # `model.compile()`; `unwritten` puts it back
     try:
         traced = _symbolic(model, example_input)
     except TraceError:
@@ -102,9 +107,25 @@ def _trace_once(model: nn.Module, example_input: Inputs | None) -> Traced:
                 "Symbolic tracing sees no values. Pass example_input= (a batch the model accepts) to use real shapes."
             ) from error
         return _exported(model, args, kwargs)
-    if example_input is not None:
+    if example_input is None:
+        return traced
+    try:
         _propagate_shapes(traced, args, kwargs)
+    except Exception:  # noqa: BLE001 - sizes that depend on values, several devices, or the example does not fit
+        _refuse_misfit(model, args, kwargs)
+        try:
+            return _exported(model, args, kwargs)
+        except TraceError:
+            pass  # what was followed without shapes is right, only less is known of it
     return traced
+
+
+def _refuse_misfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    with torch.no_grad(), torch.random.fork_rng():
+        try:
+            model(*args, **kwargs)
+        except Exception as error:
+            raise TraceError(f"the model does not accept this example_input: {_first_line(error)}") from error
 
 
 def _arguments(example_input: Inputs | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -121,80 +142,67 @@ def _arguments(example_input: Inputs | None) -> tuple[tuple[Any, ...], dict[str,
 
 
 class _Shell(nn.Module):
-    """Calls `model` with as many inputs as it requires: defaults, *args and root modules need no special case."""
+    """Calls `model` as the example does: its tensors are inputs of the graph, all else in it stays what it is."""
 
-    def __init__(self, model: nn.Module, keys: list[Any], by_name: bool) -> None:
+    def __init__(self, model: nn.Module, example: tuple[Any, ...] | dict[str, Any]) -> None:
         super().__init__()
         self.model = model
-        self.keys = keys
-        self.by_name = by_name
+        self.example = example
 
     def forward(self, inputs: Any) -> Any:
-        if self.by_name:
-            return self.model(**{key: inputs[key] for key in self.keys})
-        return self.model(*[inputs[key] for key in self.keys])
+        def at(path: tuple[Any, ...], leaf: Any) -> Any:
+            value = inputs
+            for key in path if isinstance(leaf, Tensor) else ():
+                match key:
+                    case pytree.SequenceKey():
+                        value = value[key.idx]
+                    case pytree.MappingKey():
+                        value = value[key.key]
+                    case _:
+                        value = getattr(value, key.name)
+            return value if isinstance(leaf, Tensor) else leaf
+
+        given = pytree.tree_map_with_path(at, self.example)
+        return self.model(**given) if isinstance(given, dict) else self.model(*given)
+
+
+def _refuse_written(name: str | None) -> None:
+    if name is not None:
+        raise TraceError(f"the forward pass writes into parameter {name!r}: do that outside of forward")
+
+
+def _required(model: nn.Module) -> tuple[Any, ...]:
+    """As many tensors as `forward` must be given, one at least."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return (torch.empty(0, device="meta"),) * max(1, sum(p.default is p.empty for p in positional))
+
+
+def _refuse_any_number(model: nn.Module) -> None:
+    """A `forward(*inputs)` that can be called with one input and with two: with how many is not known."""
+    if all(p.kind is not p.VAR_POSITIONAL for p in inspect.signature(model.forward).parameters.values()):
+        return
+    try:
+        _Tracer().trace(_Shell(model, (*_required(model), torch.empty(0, device="meta"))))
+    except Exception:  # noqa: BLE001 - whatever stops it
+        return
+    raise TraceError("forward takes any number of inputs (*): pass example_input=, a tuple of those it is called with")
 
 
 def _symbolic(model: nn.Module, example_input: Inputs | None) -> Traced:
     args, kwargs = _arguments(example_input)
-    if example_input is None:
-        required = [
-            p
-            for p in inspect.signature(model.forward).parameters.values()
-            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        keys: list[Any] = list(range(max(len(required), 1)))
-    else:
-        keys = list(kwargs) or list(range(len(args)))
-    shell = _Shell(model, keys, by_name=bool(kwargs))
-    with _no_draws(), _differentiable(model):
-        graph = _Tracer().trace(shell)
-    output = next(node for node in graph.nodes if node.op == "output")
-    output.args = ((output.args[0], *_kept(model)),)
-    return Traced(graph, shell, prefix="model")
-
-
-def _kept(model: nn.Module) -> list[fx.Node]:
-    """Activations that the forward pass left in attributes, for others to read: as good as an output."""
-    values = [value for m in model.modules() for value in vars(m).values()]
-    inside = [x for v in values if isinstance(v, (list, dict, set)) for x in (v.values() if isinstance(v, dict) else v)]
-    return list(dict.fromkeys(x.node for x in (*values, *inside) if isinstance(x, fx.Proxy)))
-
-
-Own = dict[str, tuple[Any, Any]]  # attributes of a module, and a copy of those that are containers
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Takes back what a forward pass writes while it is traced: into buffers, attributes and containers in them."""
-    buffers = [(b, b._version, b.detach().clone()) for b in model.buffers() if not b.is_inference()]
-    owners: list[tuple[dict[str, Any], Own]] = []
-    for m in model.modules():
-        own = vars(m)
-        owners.append((own, {k: (v, v.copy() if isinstance(v, (list, dict, set)) else v) for k, v in own.items()}))
+    shell = _Shell(model, _required(model) if example_input is None else kwargs or args)
+    footprints = Footprints(model)
     try:
-        yield
+        with _no_draws(), _differentiable(model), footprints:
+            graph = _Tracer().trace(shell)
+            if example_input is None:
+                _refuse_any_number(model)
     finally:
-        for own, before in owners:
-            for name in own.keys() - before.keys():
-                del own[name]
-            for name, (value, content) in before.items():
-                own[name] = value
-                if isinstance(value, list):
-                    value[:] = content
-                elif isinstance(value, (dict, set)) and not _same_content(value, content):
-                    value.clear()
-                    value.update(content)
-        with torch.no_grad():
-            for b, version, content in buffers:
-                if b._version != version:
-                    b.copy_(content)
-
-
-def _same_content(a: Any, b: Any) -> bool:
-    if isinstance(a, set):
-        return bool(a == b)
-    return list(a) == list(b) and all(x is y for x, y in zip(a.values(), b.values(), strict=True))
+        _refuse_written(footprints.written())
+    output = next(node for node in graph.nodes if node.op == "output")
+    output.args = ((output.args[0], *dict.fromkeys(x.node for x in tensors_in(model, fx.Proxy))),)
+    return Traced(graph, shell, prefix="model", footprints=footprints)
 
 
 @contextmanager
@@ -232,7 +240,17 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
 
 
 class _Proxy(fx.Proxy):
-    """Keeps `y *= z` apart from `y = y * z`: other names of y change too."""
+    """Keeps `y *= z` apart from `y = y * z`, other names of y change too, and passes for a tensor in user code."""
+
+    _NUMBERS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "item", "tolist", "element_size"})
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What `isinstance(x, Tensor)` asks. Torch and fx must see the proxy itself."""
+        asking = sys._getframe(1)
+        inside = asking.f_globals.get("__name__", "").split(".")[0] in ("torch", "gspace")
+        number = self.node.op == "call_method" and self.node.target in self._NUMBERS
+        return _Proxy if number or (inside and asking.f_code.co_name != "is_tensor") else Tensor
 
     def __iadd__(self, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
@@ -284,35 +302,46 @@ def _propagate_shapes(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, A
 
     body = Body(fx.GraphModule(traced.module, traced.graph))
     state = {name: meta(x) for name, x in [*body.named_parameters(), *body.named_buffers()]}
-    inputs: Any = {k: meta(x) for k, x in kwargs.items()} if kwargs else tuple(meta(x) for x in args)
-    try:
-        with torch.no_grad():
-            torch.func.functional_call(body, state, (inputs,), tie_weights=True)
-    except Exception as error:
-        raise TraceError(f"the model does not accept this example_input: {_first_line(error)}") from error
+    with torch.no_grad():
+        torch.func.functional_call(body, state, (meta(kwargs or args),), tie_weights=True)
+
+
+class _Kept(nn.Module):
+    """A model that also returns the activations it leaves in attributes, for others to read: as good as an output."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.before = {id(x) for x in tensors_in(model, Tensor)}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.model(*args, **kwargs)
+        return result, [x for x in tensors_in(self.model, Tensor) if id(x) not in self.before]
 
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     try:
         with _no_draws():
-            program = torch.export.export(model, args, kwargs, strict=False)
+            program = torch.export.export(_Kept(model), args, kwargs, strict=False)
     except TraceError:
         raise
     except Exception as error:
         raise TraceError(
             f"cannot follow {_where(error)}: {_first_line(error)}\n"
-            "Neither symbolic tracing nor torch.export can: take the data-dependent branch out of forward, "
-            "or analyze the parts of the model one by one."
+            "Neither symbolic tracing nor torch.export can: where forward branches on values or checks them, take that "
+            "out of it, or analyze the parts of the model one by one."
         ) from error
     state: dict[str, Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     signature = program.graph_signature
+    written = getattr(signature, "parameters_to_mutate", {})
+    _refuse_written(next((name.removeprefix("model.") for name in written.values()), None))
     lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    return Traced(
-        program.graph, program.graph_module, {node: state[name] for node, name in lifted.items() if name in state}
-    )
+    found = {node: state.get(name.removeprefix("model.")) for node, name in lifted.items()}
+    tensors = {node: tensor for node, tensor in found.items() if tensor is not None}
+    return Traced(program.graph, program.graph_module, tensors, prefix="model")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
+from gspace.footprints import Footprints
 from gspace.layers import flatten_arguments, linear, opaque
 from gspace.operations import FUNCTIONS, INPLACE, MODULES
 from gspace.spaces import Activation, Buffer, Parts, Walk, Weight, grounded
@@ -49,9 +50,11 @@ class Walker:
 
     def __init__(self, walk: Walk, names: Mapping[int, str], hooked: Mapping[str, str], pin: Collection[str]) -> None:
         self.walk, self.names, self.hooked, self.pin = walk, names, hooked, pin
+        self.footprints: Footprints | None = None
 
     def run(self, traced: Traced) -> None:
         values: dict[fx.Node, Any] = {}
+        self.footprints = traced.footprints
         self.walk.position = 0
         for node in traced.graph.nodes:
             stack = self._stack(node, traced.prefix)
@@ -75,7 +78,8 @@ class Walker:
             return tensor
         name = self.names.get(id(tensor))
         if name is None:
-            for leaf in (self._tensor(t) for t in _behind(tensor)):
+            read = [*_behind(tensor), *(self.footprints.behind(tensor) if self.footprints else ())]
+            for leaf in (self._tensor(t) for t in read if id(t) in self.names):
                 opaque(self.walk, leaf, reason="read while the model was traced")
             return grounded(tensor.shape)
         return (Weight if isinstance(tensor, nn.Parameter) else Buffer)(name, tuple(tensor.shape))
