@@ -10,9 +10,11 @@ Every cell trains `SEEDS` networks for 400 steps of 64 images and records traini
 import argparse
 import itertools
 import json
+import math
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -80,8 +82,11 @@ def optimizer(model: nn.Module, lr: float, guards: tuple[float, float] | None) -
     return gspace.GSGD(model, lr, max_ratio=guards[0], max_drift=guards[1])
 
 
-def train(model: nn.Module, step: torch.optim.Optimizer, data: tuple[Tensor, ...], seed: int) -> tuple[float, float]:
-    """Training loss and test error after `STEPS` steps; (inf, 0.9) if the loss left the finite numbers."""
+Ends = tuple[float | None, float | None]
+
+
+def train(model: nn.Module, step: torch.optim.Optimizer, data: tuple[Tensor, ...], seed: int) -> Ends:
+    """Training loss and test error after `STEPS` steps; (None, None) if the loss left the finite numbers."""
     x, y, x_test, y_test = data
     generator = torch.Generator().manual_seed(seed)
     for _ in range(STEPS):
@@ -92,9 +97,11 @@ def train(model: nn.Module, step: torch.optim.Optimizer, data: tuple[Tensor, ...
         try:
             step.step()
         except RuntimeError:
-            return INF, 0.9
+            return None, None
     with torch.no_grad():
-        return float(F.cross_entropy(model(x), y)), float((model(x_test).argmax(1) != y_test).float().mean())
+        loss = float(F.cross_entropy(model(x), y))
+        error = float((model(x_test).argmax(1) != y_test).float().mean())
+    return (loss, error) if math.isfinite(loss) else (None, None)
 
 
 def digits() -> tuple[Tensor, ...]:
@@ -109,9 +116,11 @@ def table(record: dict[str, Any]) -> str:
     """The page: test error in %, mean ± std over seeds."""
     cells: dict[tuple[str, str, float], dict[str, str]] = {}
     for row in record["rows"]:
-        error = 100 * torch.tensor(row["test_error"])
+        ended = [100 * error for error in row["test_error"] if error is not None]
+        lost = len(row["test_error"]) - len(ended)
         key = (row["network"], row["start"], row["lr"])
-        cells.setdefault(key, {})[row["guards"]] = f"{error.mean():.1f} ± {error.std():.1f}"
+        diverged = f" ({len(ended)}), {lost} diverged" if lost else ""
+        cells.setdefault(key, {})[row["guards"]] = f"{fmean(ended):.1f} ± {stdev(ended):.1f}{diverged}"
     names = list(METHODS)
     lines = [
         "# Guards: how far trained skeleton paths may move",

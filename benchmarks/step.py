@@ -555,7 +555,7 @@ def page(folder: Path, figures: str = "../results") -> str:
         "`results/step-gpu.csv`, which `gspace bench step --out results` writes.",
     ]
     for device, name in (("GPU", "step-gpu.csv"), ("CPU", "step-cpu.csv")):
-        recorded = read(folder / name)
+        recorded = [row for row in read(folder / name) if row["section"] not in ("kernels", "tiles")]  # no baseline
         where = sorted({"{machine}, torch {torch}, threads of the CPU: {threads}".format(**row) for row in recorded})
         figure = f"![Iterations per second beside torch's SGD]({figures}/{Path(name).stem}.svg)"
         lines += ["", f"## {device}", "", f"{'; '.join(where)}.", "", figure, "", PAGE_HEADER] if recorded else []

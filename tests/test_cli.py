@@ -1,6 +1,7 @@
 """The command line: what it prints, what it returns, and one line for every kind of mistake."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from gspace import analyze
 from gspace.lab import cli
 from gspace.lab.spec import Spec, SpecError, load_model, parse_spec
 from gspace.lab.tour import TOUR
-from gspace.lab.verify import TOLERANCE, guess_shape, largest_changes, random_inputs
+from gspace.lab.verify import TOLERANCE, _relative_change, guess_shape, largest_changes, random_inputs
 
 SOURCE = Path(cli.__file__).resolve().parents[2]
 MLP = "gspace.lab.examples:mlp(widths=(5, 4, 3))"
@@ -304,3 +305,25 @@ def test_arguments_are_never_evaluated(folder: Path) -> None:
     with pytest.raises(SpecError, match="only literals"):
         parse_spec("model.py:build(open('touched', 'w'))")
     assert not (folder / "touched").exists()
+
+
+def test_every_output_is_verified_by_its_own_size() -> None:
+    large, small = torch.tensor([1e9]), torch.tensor([1e-3])
+    assert _relative_change([large, small], [large, torch.tensor([0.5])], "eval") > 1
+    assert _relative_change([large, small], [large, torch.tensor([math.nan])], "eval") == math.inf
+    assert _relative_change([large, small], [large, small], "eval") == 0
+
+
+def test_a_queue_beside_a_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "q.json").write_text("[{}]")
+    for option in (["--lr", "7"], ["--seeds", "0-3"], ["--optimizer", "gsgd"]):
+        assert cli.main(["train", "--queue", str(tmp_path / "q.json"), "--out", str(tmp_path / "runs"), *option]) != 0
+        assert option[0] in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("minutes", ["inf", "nan", "0", "-1"])
+def test_minutes_are_a_number(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--minutes", minutes])
+    assert "not a positive number" in capsys.readouterr().err

@@ -309,3 +309,11 @@ def test_the_rate_of_a_unit_is_that_of_its_root() -> None:
     groups = [{"params": model[2:].parameters(), "lr": 0.5}, {"params": model[0].parameters(), "lr": 0.1}]
     rates = gspace.GSGD(model, 0.1, params=groups).statistics()["effective_lr"]
     assert rates.tolist() == pytest.approx([0.1] * 12)
+
+
+def test_flatness_is_not_that_of_dropout() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    x, y = torch.randn(16, 5, dtype=torch.float64), torch.randint(3, (16,))
+    found = psi_flatness(model, x, y, radius=1e-6, generator=torch.Generator().manual_seed(0))
+    assert float(found.random.abs().max()) < 1e-4

@@ -37,7 +37,8 @@ def change(model: nn.Module, inputs: tuple[Any, ...], analysis: gspace.Analysis)
     other = copy.deepcopy(model)
     scales = gspace.random_scales(other, torch.Generator().manual_seed(0), analysis=analysis, absorbed=True)
     gspace.rescale_(other, scales, analysis=analysis)
-    return float((model(*inputs) - other(*inputs)).abs().max())
+    with torch.no_grad():
+        return float((model(*inputs) - other(*inputs)).abs().max())
 
 
 # Questions
@@ -183,18 +184,14 @@ def test_a_forward_pass_that_writes_parameters_is_refused(average: Callable[...,
     "factor",
     [
         lambda net: net.a.state_dict()["weight"].norm(),
-        lambda net: net.a.weight.detach().norm().item() * torch.ones(()),
+        lambda net: float(net.a.state_dict()["weight"].norm()),
         lambda net: net.a.state_dict()["weight"][0, 0],
     ],
     ids=["a norm", "a number", "an entry"],
 )
 def test_a_constant_made_of_detached_weights_pins_them(factor: Callable[[Net], Tensor]) -> None:
     net = Net(lambda net, x, c: net.o(net.a(x).relu()) * factor(net))
-    try:
-        analysis = gspace.analyze(net)
-    except gspace.TraceError:
-        return
-    assert change(net, (draw(6, 5),), analysis) < TOLERANCE
+    assert change(net, (draw(6, 5),), gspace.analyze(net)) < TOLERANCE
 
 
 def test_a_constant_made_of_a_statistic_pins_it() -> None:

@@ -20,13 +20,17 @@ import torch
 from torch.nn import functional as F
 
 from gspace.lab.data import SETS, DataSet, Spec, data_folder, load, read, subset
-from gspace.lab.download import Remote, fetch, fetch_all, silent
+from gspace.lab.download import Remote, fetch, fetch_all
 from gspace.lab.errors import DataError, MissingDataError, RecipeError
 from gspace.lab.formats import IDX_FILES, KEYS, Pickles, read_idx, read_npz, read_pickles
 from gspace.lab.lock import locked
 from gspace.lab.transform import AUGMENTS, epoch_rows, feed, standard
 
 TRAIN, TEST = 7, 3
+
+
+def silent(name: str, done: int, total: int | None) -> None:
+    """Progress that is not shown."""
 
 
 def arrays(shape: tuple[int, ...], classes: int = 10) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from gspace.lab.page import page
 from gspace.lab.panels import curve, panels
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Record, read_runs
-from gspace.lab.report import assemble, publish
+from gspace.lab.report import as_json, assemble, publish
 from gspace.lab.tables import EXPERIMENTS, RATE
 from gspace.lab.tabulate import MEASURES, Outcome, difference, outcome, table, write
 from gspace.lab.train import train_many
@@ -355,14 +356,38 @@ def test_many_names_stand_below_their_curves() -> None:
     assert not names_cover(MANY + 1)
 
 
-def test_every_shared_run_is_shown_where_it_belongs() -> None:
-    """A short run of two experiments does not open a section of its own for either."""
+def test_a_run_of_several_experiments_opens_one_section() -> None:
     shared = set(jobs(Variant().cells(EXPERIMENTS["signs"], lambda recipe: None)))
     shared &= set(jobs(Variant().cells(EXPERIMENTS["one-chain"], lambda recipe: None)))
     assert shared
     document = assemble([record(next(iter(shared)), 0.1)], list(EXPERIMENTS.values()), "x")
-    assert document.sections == ()
-    assert [t.title for t in document.appendix] == ["Missing", "Other runs", "Environment"]
+    assert len(document.sections) == 1
+    assert [t.title for t in document.appendix] == ["Missing", "Environment"]
+
+
+def test_what_is_recorded_is_not_missing() -> None:
+    cells = Variant().cells(EXPERIMENTS["rates"], lambda recipe: None)
+    some = [record(recipe, 0.1) for recipe in jobs(cells) if recipe.lr == 1.0]
+    rows = {row[0]: row for row in assemble(some, list(EXPERIMENTS.values()), "x").appendix[0].rows}
+    every = {row[0]: row for row in assemble([], list(EXPERIMENTS.values()), "x").appendix[0].rows}
+    for name in ("rates, CIFAR-10", "one-chain, CIFAR-10"):
+        assert int(rows[name][2]) < int(every[name][2]), name
+
+
+def test_json_has_every_column() -> None:
+    cells = Variant().cells(EXPERIMENTS["table-1"], lambda recipe: None)
+    some = [record(cell.recipes[0], error) for cell, error in zip(cells, (0.25, 0.125), strict=False)]
+    content = json.loads(as_json(assemble(some, [EXPERIMENTS["table-1"]], "x")))
+    row = content["table-1"]["test error, %"][0]
+    assert (row["SGD: ours"], row["G-SGD: ours"]) == ("25.00 (1)", "12.50 (1)")
+
+
+def test_a_curve_has_the_points_that_all_its_runs_have() -> None:
+    whole, sparse = record(BASE, 0.2), record(BASE.but(seed=1), 0.4)
+    sparse = replace(sparse, metrics=sparse.metrics[1:])
+    assert [len(y) for _, y in curve([whole, sparse], "test_error", 1.0)] == [2]
+    ended = replace(whole, metrics=whole.metrics[:1])
+    assert [len(y) for _, y in curve([ended, record(BASE.but(seed=1), 0.4)], "test_error", 1.0)] == [2, 1]
 
 
 def test_outcome_of_nothing_has_no_mean() -> None:

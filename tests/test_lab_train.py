@@ -23,6 +23,7 @@ from gspace.lab.engine import Engine, restore, snapshot
 from gspace.lab.errors import BusyError, DeviceError, Interrupted, RecipeError, RecordError
 from gspace.lab.learners import Single, initial_model, loss_and_errors
 from gspace.lab.loop import Progress
+from gspace.lab.optimizers import build_optimizer
 from gspace.lab.queue import batches, main, read_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Run, open_run, read_run, read_runs
@@ -875,3 +876,39 @@ def test_a_stack_goes_on_although_one_of_its_runs_has_ended(tmp_path: Path) -> N
         train_many(recipes[1:], tmp_path / "b", stop=stop_at(30))
     with pytest.raises(RecordError, match=r"seed1-.* was begun in one stack with .*seed2-.*: continue both together"):
         train_many(recipes[1:2], tmp_path / "b")
+
+
+def test_errors_are_measured_in_evaluation_mode_and_on_all_images(tmp_path: Path) -> None:
+    recipe = Recipe(model="plain-10", width=4, iterations=12, batch_size=64, lr=0.1, eval_every=4)
+    summary = train(recipe, tmp_path)
+    source = feed(load("digits"), "standard", "none")
+    model = initial_model(recipe, source)
+    model.load_state_dict(weights(tmp_path, recipe))
+    errors = {}
+    with torch.no_grad():
+        fit = float(F.cross_entropy(model.eval()(source.images), source.labels))
+        for training in (False, True):  # the latter moves the statistics
+            wrong = model.train(training)(source.x_test).argmax(1) != source.y_test
+            errors[training] = float(wrong.double().mean())
+    assert abs(errors[True] - errors[False]) > 0.1  # else this shows nothing
+    assert summary["test_error"] == pytest.approx(errors[False])
+    assert summary["fit_loss"] == pytest.approx(fit, rel=1e-4)
+
+
+def test_the_optimizers_of_a_recipe_end_chains_where_it_says() -> None:
+    source = feed(load("digits"), "standard", "none")
+    recipe = Recipe(model="plain-10", width=4, iterations=3, init="skeleton", optimizer="gsgd")
+    sizes = []
+    for pin in ("stages", "none"):
+        one = recipe.but(pin=pin)
+        optimizer: Any = build_optimizer(initial_model(one, source), one, 0.1, torch.zeros(1, *source.shape))
+        sizes.append(len(optimizer.incoming) - 1)
+        frozen = one.but(optimizer="sgd-frozen")
+        control: Any = build_optimizer(initial_model(frozen, source), frozen, 0.1, torch.zeros(1, *source.shape))
+        assert sizes[-1] == control.skeleton.H
+    assert sizes == [60, 124]
+
+
+def test_a_run_that_its_last_step_blows_up_has_diverged(tmp_path: Path) -> None:
+    summary = train(Recipe(iterations=1, lr=1e30, hidden=(8,)), tmp_path)
+    assert (summary["status"], summary["test_error"]) == ("diverged", None)

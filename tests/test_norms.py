@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -426,3 +427,38 @@ def test_sup_penalty_returns_skeleton_paths_to_one_and_released_does_not() -> No
 def test_penalty_refuses_an_unknown_mode() -> None:
     with pytest.raises(ValueError, match="released"):
         BasisPathPenalty(0.1, "l2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("p", [0.5, math.inf, math.nan])
+def test_a_power_that_is_none_is_refused(p: float) -> None:
+    with pytest.raises(ValueError, match="p must be"):
+        path_norm(nn.Linear(3, 2), p)
+
+
+class Written(nn.Module):
+    """A tensor with two names, written under one of them and read under the other."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.body = nn.Linear(2, 4, bias=False), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.layer(x))
+
+
+def base_written(h: Tensor) -> Tensor:
+    view = h.view(-1, 2, 2)
+    h.mul_(3)
+    return view
+
+
+def same_memory_written(h: Tensor) -> Tensor:
+    other = h.contiguous()
+    other.mul_(3)
+    return h
+
+
+@pytest.mark.parametrize("body", [base_written, same_memory_written])
+def test_memory_with_two_names_is_refused(body: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(PathError, match="read later"):
+        path_norm(Written(body), example_input=torch.ones(1, 2))

@@ -1,6 +1,7 @@
 """The group of rescalings: its laws, its balanced representatives, and who lies in one orbit."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -283,3 +284,73 @@ def test_every_function_takes_the_options_of_analyze(name: str) -> None:
     gspace.balance_(other, **options)
     assert_same_weights(other, model, 1e-9)
     assert analyze(case).H == case.H
+
+
+def test_a_unit_is_known_from_its_readers_alone() -> None:
+    model = mlp(3, 4, 2)
+    with torch.no_grad():
+        model[0].weight[1] = 0
+        if model[0].bias is not None:
+            model[0].bias[1] = 0
+    other = copy.deepcopy(model)
+    gspace.rescale_(other, gspace.random_scales(other, torch.Generator().manual_seed(1)))
+    assert gspace.are_equivalent(model, other)
+
+
+def test_what_flows_into_a_dead_unit_does_not_move_the_balance() -> None:
+    model = mlp(3, 4, 4, 2).double()
+    with torch.no_grad():
+        model[4].weight[:, 1] = 0
+        other = copy.deepcopy(model)
+        other[2].weight[1] *= 1000
+    gspace.balance_(model)
+    gspace.balance_(other)
+    torch.testing.assert_close(other[0].weight, model[0].weight, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "equal"),
+    [
+        (torch.tensor([True, False]), torch.tensor([True, False]), True),
+        (torch.tensor([True, False]), torch.tensor([True, True]), False),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")]), False),
+        (torch.tensor([3, 4]), torch.tensor([3, 5]), False),
+    ],
+    ids=["equal flags", "other flags", "NaN", "other counts"],
+)
+def test_buffers_of_any_kind_are_compared(mine: Tensor, theirs: Tensor, equal: bool) -> None:
+    one, two = mlp(3, 4, 2), mlp(3, 4, 2)
+    two.load_state_dict(one.state_dict())
+    one.register_buffer("kept", mine)
+    two.register_buffer("kept", theirs)
+    assert bool(gspace.are_equivalent(one, two)) == equal
+
+
+@pytest.mark.parametrize("example", [False, True])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda h: h.narrow(1, -2, 2),
+        lambda h: h.narrow(1, 1, 2),
+        lambda h: h.sum((2, 3), dtype=torch.long, keepdim=True)[:, :2].double(),
+    ],
+    ids=["the last two", "two in the middle", "a sum of whole numbers"],
+)
+@torch.no_grad()
+def test_what_a_view_or_a_sum_takes_is_followed(view: Callable[[Tensor], Tensor], example: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 6, 3), nn.Conv2d(2, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(view(torch.relu(10 * self.a(x))))
+
+    torch.manual_seed(0)
+    model, x = Net().double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    before = model(x)
+    analysis = gspace.analyze(model, x) if example else gspace.analyze(model)
+    gspace.rescale_(
+        model, gspace.random_scales(model, torch.Generator().manual_seed(0), analysis=analysis), analysis=analysis
+    )
+    assert relative_change(before, model(x)) < 1e-12

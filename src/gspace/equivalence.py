@@ -66,6 +66,7 @@ def are_equivalent(
     powers = {s.name: c[s.unit] ** s.power for s in found.statistics}
     for name in a:
         x, y = a[name].detach().cpu(), b[name].detach().cpu()
+        x, y = (t.to(torch.uint8) if t.dtype == torch.bool else t for t in (x, y))
         if name in factors:
             e, factor = factors[name]
             x, y = e.view(x), e.view(y)
@@ -73,7 +74,7 @@ def are_equivalent(
         elif name in powers:
             x = x.double() * powers[name]
         tolerance = rtol if rtol is not None else 1e3 * (torch.finfo(y.dtype).eps if y.is_floating_point() else 0.0)
-        wrong = (x - y).abs() > tolerance * y.abs()
+        wrong = ~((x == y) | ((x.double() - y.double()).abs() <= tolerance * y.abs()))  # NaN agrees with nothing
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             return Equivalence(False, f"{name} {at} would be {_at(x, at)} but is {_at(y, at)}")

@@ -8,7 +8,7 @@ rescaling, so neither does this. The perturbation Δ of v is bounded entry by en
 drawn at random, or the worst one to first order, Δ = bound · sign(∂ℓ/∂v).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gspace.coordinates import Coordinates, PathValues, coordinates, displaced, off_skeleton, path_values, unflatten
+from gspace.coordinates import Coordinates, coordinates, displaced, path_values, unflatten
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,6 @@ def psi_flatness(
     values = path_values(at, weights)
     v = values.vector()
     limit = radius * (torch.ones_like(v) if bound == "absolute" else v.abs())
-    limit = torch.where(_is_path(at, weights, values), limit, 0)
     if not radius > 0 or bool((limit[len(v) - len(values.roots) :] >= values.roots.abs()).any()):
         raise ValueError(f"radius must be positive and keep every skeleton path from 0, got {radius} ({bound})")
 
@@ -79,7 +78,9 @@ def psi_flatness(
         # Copies of the buffers: a BatchNorm in training mode would update its statistics.
         buffers = {name: b.clone() for name, b in model.named_buffers()}
         state = {**displaced(at, weights, unflatten(change, values)), **buffers}
-        return loss(torch.func.functional_call(model, state, (inputs,)), targets)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # dropout draws one mask for all: the change is that of v alone
+            return loss(torch.func.functional_call(model, state, (inputs,)), targets)
 
     zero = torch.zeros_like(v, requires_grad=True)
     base = loss_at(zero)
@@ -91,10 +92,3 @@ def psi_flatness(
         random = torch.stack([loss_at(limit * draw.to(limit)) - start for draw in draws])
         adversarial = float(loss_at(limit * path_grad.sign()) - start)
     return Flatness(float(start), random.double().cpu(), adversarial, radius)
-
-
-def _is_path(at: Coordinates, weights: Mapping[str, Tensor], values: PathValues) -> Tensor:
-    """True where an entry of `PathValues.vector` is a path, False where it stands for a skeleton weight."""
-    mask = {name: torch.ones_like(v) for name, v in values.edges.items()}
-    mask |= {layer.edges.name: off_skeleton(layer, weights[layer.edges.name]) for layer in at.layers}
-    return PathValues(mask, torch.ones_like(values.roots)).vector() > 0

@@ -37,6 +37,7 @@ class Footprints(TorchDispatchMode):
         self._roots: dict[int, list[Tensor]] = {}
         for _, tensor in named:
             self._roots.setdefault(_memory(tensor), []).append(tensor)
+        self.numbers: list[Tensor] = []  # parameters and buffers that were read as numbers
         self._made: dict[int, tuple[Tensor, list[Tensor]]] = {}  # the tensor is kept: its memory is not used again
 
     def written(self) -> str | None:
@@ -58,6 +59,8 @@ class Footprints(TorchDispatchMode):
                 if name is not None:
                     self._written = name
                     raise RuntimeError(f"{name} is written")
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.numbers += sources
         result = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(result):
             if isinstance(x, Tensor) and sources:

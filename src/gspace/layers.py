@@ -344,6 +344,8 @@ def reduce(walk: Walk, x: Any, dim: Any = None, keepdim: bool = False, **kwargs:
     """mean, sum, amax …: units that are reduced together are tied."""
     if not isinstance(x, Activation):
         return opaque(walk, x)
+    if "dtype" in kwargs:  # sum(dtype=torch.long) rounds
+        x = cast(walk, x, kwargs["dtype"])
     dim = kwargs.get("axis", dim)
     if x.ids is None or x.shape is None:
         return Activation()

@@ -254,8 +254,8 @@ def index(walk: Walk, x: Any, key: Any) -> Any:
         ids = x.ids[tuple(ids_key)].clone()
     except IndexError:
         return _lost(walk, x, UNKNOWN_SIZE)
-    if x.loose and x.ids.numel() and not ids.numel():  # nothing is left: there are more entries than are known
-        return _lost(walk, x, UNKNOWN_RANK)
+    if x.ids.numel() and not ids.numel():  # nothing is left: whoever reads it would find no unit to pin
+        return _lost(walk, x, UNKNOWN_RANK if x.loose else UNKNOWN_SIZE)
     return Activation(ids, tuple(shape))
 
 
@@ -273,7 +273,7 @@ def select(walk: Walk, x: Any, dim: int, at: int) -> Any:
 
 
 def narrow(walk: Walk, x: Any, dim: int, start: int, length: int) -> Any:
-    return cut(walk, x, dim, slice(start, start + length))
+    return cut(walk, x, dim, slice(start, start + length or None))  # -2, 2: to the end, not to 0
 
 
 def slice_(walk: Walk, x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:

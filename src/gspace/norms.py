@@ -52,7 +52,7 @@ def path_norm(
 
     Args:
         model: Any module whose operations are positively homogeneous.
-        p: At least 1.
+        p: At least 1, finite.
         example_input: A batch the model accepts, for the size of a sample; not needed where a linear layer comes first.
         graph: The result of `path_graph(model)`, to save tracing when called at every step.
 
@@ -66,8 +66,8 @@ def path_norm(
     >>> round(float(norm), 4)
     36.0
     """
-    if not p >= 1:
-        raise ValueError(f"p must be at least 1, got {p}")
+    if not 1 <= p < math.inf:
+        raise ValueError(f"p must be finite and at least 1, got {p}")
     total = (graph if graph is not None else path_graph(model, example_input)).sum(p)
     return PathNorm((total.values.log() + total.exponent * math.log(2)) / p, p)
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from gspace.layers import NOT_HOMOGENEOUS, flatten_arguments, pinned
 from gspace.operations import FUNCTIONS, MODULES
-from gspace.pathrules import RULES, Call, PathError, Power, common, moved, pad, power, windows
+from gspace.pathrules import RULES, Call, PathError, Power, common, copied, moved, pad, power, same, windows
 from gspace.trace import Inputs, Traced, refuse_lazy, trace, unwrap
 from gspace.walk import canonical
 
@@ -224,18 +224,28 @@ def _in_place(node: fx.Node) -> bool:
 
 
 def _refuse_stale_views(node: fx.Node) -> None:
-    """What is written through a view changes the tensor behind it, too: refused if that is read again."""
+    """What is written changes every other name of the memory, too: refused if one of them is read again."""
+    if RULES.get(canonical(node.target)) is same:
+        return
     later, onward = set(), node.next
     while onward.op != "root":
         later.add(onward)
         onward = onward.next
-    behind = node.all_input_nodes[0]
-    while behind.op.startswith("call") and RULES.get(canonical(behind.target)) is moved and behind.all_input_nodes:
-        behind = behind.all_input_nodes[0]
-        if not later.isdisjoint(behind.users):
-            raise PathError(
-                f"{_where(node)} writes through a view of {behind.name!r}, which is read later: write a copy"
-            )
+    written = base = node.all_input_nodes[0]
+    while _is_view(base):
+        base = base.all_input_nodes[0]
+    names = [base]
+    for name in names:  # grows
+        names += [user for user in name.users if _is_view(user) and user not in later]
+    for name in names:
+        if name is not written and not later.isdisjoint(name.users):
+            raise PathError(f"{_where(node)} writes through a view of {name.name!r}, which is read later: write a copy")
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node may share the memory of its first input."""
+    name = canonical(node.target) if node.op.startswith("call") and node.op != "call_module" else ""
+    return name != "clone" and RULES.get(name) in (moved, copied) and bool(node.all_input_nodes)
 
 
 def _picks(node: fx.Node, args: Any) -> bool:

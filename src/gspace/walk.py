@@ -55,6 +55,8 @@ class Walker:
     def run(self, traced: Traced) -> None:
         values: dict[fx.Node, Any] = {}
         self.footprints = traced.footprints
+        for tensor in traced.footprints.numbers if traced.footprints else ():
+            opaque(self.walk, self._tensor(tensor), reason="read as a number while the model was traced")
         self.walk.position = 0
         for node in traced.graph.nodes:
             stack = self._stack(node, traced.prefix)

@@ -44,7 +44,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="what an addition does to its operands: pin them (the paper's choice) or tie their scales (default: pin)",
     )
     parser.add_argument("--pin", metavar="NAME", action="append", default=[], help="a module whose units to pin")
-    parser.add_argument("--seed", type=_seed, default=0, help="of the model, the inputs and the factors (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the model, the inputs and the factors (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,7 +111,7 @@ def _shape(text: str) -> Shape:
     return shape
 
 
-def _seed(text: str) -> int:
+def seed(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is not a seed, write an integer from 0 to 2^63 - 1")
     return int(text)

@@ -69,8 +69,11 @@ def export(records: Iterable[Record], out: Path) -> list[Path]:
     for record in records:
         if record.summary is not None:
             path = out / f"{record.recipe.folder}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, to_json(record).encode())
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, to_json(record).encode())
+            except OSError as error:
+                raise RecordError(f"{path} cannot be written: {error}") from error
             written.append(path)
     return written
 
@@ -90,8 +93,8 @@ def _each(paths: Sequence[Path]) -> Iterable[Record]:
         if root.is_file():
             yield from_json(root)
             continue
-        yield from (read_run(path.parent) for path in root.rglob(RECIPE))
-        yield from (from_json(path) for path in root.rglob("*-seed*-????????????.json"))
+        yield from (read_run(path.parent) for path in sorted(root.rglob(RECIPE)))
+        yield from (from_json(path) for path in sorted(root.rglob("*-seed*-????????????.json")))
 
 
 def scores_of(records: Sequence[Record]) -> Scores:

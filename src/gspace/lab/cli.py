@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 the work was done and failed (a verification, say); 2 the 
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -65,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("gspace: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:  # the last resort: a line instead of a traceback
         if "--debug" in argv:
             raise

@@ -41,7 +41,6 @@ class Machine:
 
 GPU = Machine("one NVIDIA H200", {"bf16": 2.1e14, "tf32": 1.25e14, "float32": 4e13, "float64": 2e13}, 3e-5, 2.0, 1.4)
 CPU = Machine("two CPU cores", {"bf16": 2e10, "tf32": 6e10, "float32": 6e10, "float64": 3e10}, 3e-4, 0.5, 0.0)
-MACHINES = {"gpu": GPU, "cpu": CPU}
 
 
 def estimate(recipes: Sequence[Recipe], machine: Machine, stack: int = 16) -> float:

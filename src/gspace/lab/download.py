@@ -11,8 +11,7 @@ import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -123,28 +122,3 @@ def unpack(archive: Path, target: Path) -> None:
         if not folder.is_dir():
             raise DataError(f"{archive} holds no folder {target.name}")
         shutil.move(folder, target)
-
-
-def silent(name: str, done: int, total: int | None) -> None:
-    """Progress that is not shown."""
-
-
-@contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """Progress as a bar per file, where rich is installed; silent where it is not."""
-    try:
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-        from rich.progress import Progress as Bars
-    except ImportError:
-        yield silent
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Bars(*columns, TimeRemainingColumn()) as bars:
-        tasks = {}
-
-        def show(name: str, done: int, total: int | None) -> None:
-            if name not in tasks:
-                tasks[name] = bars.add_task(name, total=total)
-            bars.update(tasks[name], completed=done, total=total)
-
-        yield show

@@ -178,7 +178,8 @@ class Loop:
             }
             self.runs[k].append(line)
             lines[k] = line
-            if not math.isfinite(loss):
+            blown_up = self.iteration == self.total and not math.isfinite(test_loss)  # by the very last step
+            if not math.isfinite(loss) or blown_up:
                 self.active.remove(k)
                 self.runs[k].finish({"status": "diverged", **self._facts(k), **line, "test_error": None})
         return tuple(lines)

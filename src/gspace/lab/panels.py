@@ -109,12 +109,14 @@ def _against_epochs(part: str, cells: Sequence[Cell], found: Found) -> Iterator[
 def curve(records: Sequence[Record], key: str, scale: float) -> list[tuple[float, list[float]]]:
     """Points of several runs, joined at the iterations they share; a diverged run ends early."""
     points: dict[float, list[float]] = {}
+    ends = []
     for record in records:
         epoch = steps_per_epoch(record.recipe, images_of(record.recipe))
-        for line in record.metrics:
-            if line[key] is not None:
-                points.setdefault(line["iteration"] / epoch, []).append(scale * line[key])
-    return sorted(points.items())
+        own = {line["iteration"] / epoch: scale * line[key] for line in record.metrics if line[key] is not None}
+        ends.append(max(own, default=-1.0))
+        for x, y in own.items():
+            points.setdefault(x, []).append(y)
+    return sorted((x, y) for x, y in points.items() if len(y) == sum(end >= x for end in ends))
 
 
 def _series(label: str, points: Sequence[tuple[float, list[float]]], control: bool) -> Series:

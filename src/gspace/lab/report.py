@@ -80,11 +80,18 @@ def as_json(document: Document) -> str:
     """The tables by section, for other programs."""
     content = {
         section.name: {
-            table.title: [dict(zip(table.head, row, strict=True)) for row in table.rows] for table in section.tables
+            table.title: [dict(zip(_names(table.head), row, strict=True)) for row in table.rows]
+            for table in section.tables
         }
         for section in document.sections
     }
     return json.dumps(content, indent=1, ensure_ascii=False)
+
+
+def _names(head: Sequence[str]) -> list[str]:
+    """The head with every name once: "ours" stands behind the paper's column of each method."""
+    paper = [name.removesuffix(": paper") for name in ("", *head[:-1])]
+    return [f"{method}: ours" if name == "ours" else name for method, name in zip(paper, head, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ def assemble(records: Sequence[Record], experiments: Sequence[Experiment], comma
     known = {recipe for part in parts for recipe in jobs(part.cells)}
     others = [record for record in records if record.recipe not in known]
     appendix = (
-        _missing(experiments, parts),
+        _missing(experiments, parts, found),
         _diverged(records),
         _others(others),
         _environments(records),
@@ -140,9 +147,13 @@ def begun(experiment: Experiment, found: Found) -> Iterator[Part]:
 
 
 def shown(parts: Sequence[Part], found: Found) -> list[Part]:
-    """Those that have a run of their own: some short runs belong to several experiments."""
-    owners = Counter(recipe for part in parts for recipe in jobs(part.cells) if recipe in found)
-    return [part for part in parts if any(owners[recipe] == 1 for recipe in jobs(part.cells))]
+    """Those that have a run of their own (short runs may belong to several), and those whose runs no other shows."""
+    runs = [{recipe for recipe in jobs(part.cells) if recipe in found} for part in parts]
+    owners = Counter(recipe for some in runs for recipe in some)
+    kept = [any(owners[recipe] == 1 for recipe in some) for some in runs]
+    for k, some in enumerate(runs):
+        kept[k] = kept[k] or not some <= set().union(*(one for one, there in zip(runs, kept, strict=True) if there))
+    return [part for part, there in zip(parts, kept, strict=True) if there]
 
 
 def variants(recipes: Collection[Recipe]) -> Iterator[Variant]:
@@ -177,14 +188,15 @@ def section(part: Part, found: Found) -> Section:
     )
 
 
-def _missing(experiments: Sequence[Experiment], parts: Sequence[Part]) -> Table:
+def _missing(experiments: Sequence[Experiment], parts: Sequence[Part], found: Found) -> Table:
     """What is not finished of what was begun, and the experiments of which nothing is."""
     there = {part.experiment for part in parts if not part.variant.quick and part.variant.length == 1}
+    scores = scores_of(list(found.values()))
     absent = []
     for experiment in experiments:
         if experiment not in there:
-            runs = jobs(Variant().cells(experiment, lambda recipe: 1.0))
-            absent.append(Part(experiment, Variant(), (), runs))
+            runs = jobs(Variant().cells(experiment, guessed(scores)))
+            absent.append(Part(experiment, Variant(), (), [recipe for recipe in runs if scores(recipe) is None]))
     rows = []
     for part in (*parts, *absent):
         sets = list(dict.fromkeys(recipe.stands_for or recipe.data for recipe in part.left))

@@ -16,7 +16,7 @@ TOUR = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", default="0", help="passed on to every `gspace analyze` (default: 0)")
+    parser.add_argument("--seed", type=analyze.seed, default=0, help="passed on to every `gspace analyze` (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     parser.set_defaults(debug=args.debug)
     results = []
     for row in TOUR:
-        line = [*row, "--verify", *(("--seed", args.seed) if args.seed != "0" else ())]
+        line = [*row, "--verify", *(("--seed", str(args.seed)) if args.seed else ())]
         print(f"$ gspace analyze {shlex.join(line)}")
         results.append(analyze.run(parser.parse_args(line)))
         print()

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from gspace.lab import options
 from gspace.lab.archive import short_recipe
+from gspace.lab.errors import RecipeError
 from gspace.lab.queue import Tally, conclude, read_queue, report, run_queue
+from gspace.lab.recipe import DEFAULTS
 from gspace.lab.record import Line, read_summary
 from gspace.lab.train import train
 
@@ -41,6 +43,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; 1 if a run failed, 4 if one is held by another process (0 in a queue, see queue.py)."""
     if args.queue:
+        ignored = [name for name in (*DEFAULTS, "recipe", "seeds") if getattr(args, name) is not None]
+        if ignored:
+            raise RecipeError(f"--queue has recipes of its own: leave out --{ignored[0].replace('_', '-')}")
         recipes = read_queue(args.queue)
     else:
         one = options.recipe(args)

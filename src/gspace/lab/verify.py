@@ -1,6 +1,7 @@
 """Is the symmetry exact on this model? Rescale a float64 copy by factors e^N(0,1) and compare its outputs."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
@@ -110,6 +111,11 @@ def _relative_change(before: list[Tensor], after: list[Tensor], mode: str) -> fl
         raise InputError(f"the shape of the output depends on the values in {mode} mode: nothing to compare")
     if not all(bool(y.isfinite().all()) for y in before):
         raise InputError(f"the output of the model is not finite in {mode} mode: nothing to compare")
-    size = max(float(y.abs().max()) for y in before)
-    change = max(float((x - y).abs().max()) for x, y in zip(before, after, strict=True))
-    return change / size if size else (float("inf") if change else 0.0)
+    return max(map(_relative, before, after))
+
+
+def _relative(before: Tensor, after: Tensor) -> float:
+    size, change = float(before.abs().max()), float((after - before).abs().max())
+    if not math.isfinite(change):
+        return math.inf
+    return change / size if size else (math.inf if change else 0.0)
