@@ -59,6 +59,28 @@ def test_an_activation_passes_for_a_tensor(ask: Callable[[Any], bool]) -> None:
         assert change(net, one, analysis) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda net, x, c: net.o(torch.where(net.a(x) > 0, net.a(x), 0.0)),
+        lambda net, x, c: net.o(net.a(x).relu() * torch.as_tensor(x.sum())),
+        lambda net, x, c: net.o(net.a(x).relu() * torch.isin(x, x).sum()),
+    ],
+    ids=["where", "as_tensor", "isin"],
+)
+def test_an_activation_does_not_pass_for_a_tensor_in_torch(body: Callable[..., Tensor]) -> None:
+    net = Net(body)
+    for example in (None, draw(6, 5)):
+        try:
+            analysis = gspace.analyze(net, example)
+        except gspace.TraceError:  # a refusal, not a crash
+            assert example is None
+            continue
+        assert change(net, (draw(6, 5),), analysis) < TOLERANCE
+    assert isinstance(draw(1), Tensor)
+    assert isinstance.__module__ == "builtins"
+
+
 def test_a_size_does_not_pass_for_a_tensor() -> None:
     net = Net(lambda net, x, c: net.o(net.a(x).tanh() if isinstance(x.size(0), Tensor) else net.a(x).relu()))
     assert gspace.analyze(net).H == 8

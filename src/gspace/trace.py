@@ -5,6 +5,7 @@ rules of `operations.py` read either. A model is traced in training and in evalu
 `self.training` may hide a layer that shares a unit with the rest.
 """
 
+import builtins
 import inspect
 import operator
 import random
@@ -194,7 +195,7 @@ def _symbolic(model: nn.Module, example_input: Inputs | None) -> Traced:
     shell = _Shell(model, _required(model) if example_input is None else kwargs or args)
     footprints = Footprints(model)
     try:
-        with _no_draws(), _differentiable(model), footprints:
+        with _no_draws(), _differentiable(model), footprints, _passing_for_tensors():
             graph = _Tracer().trace(shell)
             if example_input is None:
                 _refuse_any_number(model)
@@ -240,17 +241,7 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
 
 
 class _Proxy(fx.Proxy):
-    """Keeps `y *= z` apart from `y = y * z`, other names of y change too, and passes for a tensor in user code."""
-
-    _NUMBERS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "item", "tolist", "element_size"})
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """What `isinstance(x, Tensor)` asks. Torch and fx must see the proxy itself."""
-        asking = sys._getframe(1)
-        inside = asking.f_globals.get("__name__", "").split(".")[0] in ("torch", "gspace")
-        number = self.node.op == "call_method" and self.node.target in self._NUMBERS
-        return _Proxy if number or (inside and asking.f_code.co_name != "is_tensor") else Tensor
+    """Keeps `y *= z` apart from `y = y * z`: other names of y change too."""
 
     def __iadd__(self, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
@@ -263,6 +254,29 @@ class _Proxy(fx.Proxy):
 
     def __itruediv__(self, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
+
+
+_NUMBERS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "item", "tolist", "element_size"})
+
+
+@contextmanager
+def _passing_for_tensors() -> Iterator[None]:
+    """`isinstance(x, Tensor)` of a proxy is True in user code; torch, fx and all that is not Python see the proxy."""
+    original = builtins.isinstance
+    tensor = torch.empty(0)
+
+    def answer(x: Any, kinds: Any, /) -> bool:
+        if type(x) is not _Proxy or (x.node.op == "call_method" and x.node.target in _NUMBERS):
+            return original(x, kinds)
+        asking = sys._getframe(1)
+        inside = asking.f_globals.get("__name__", "").split(".")[0] in ("torch", "gspace")
+        return original(x, kinds) or ((not inside or asking.f_code.co_name == "is_tensor") and original(tensor, kinds))
+
+    builtins.isinstance = answer
+    try:
+        yield
+    finally:
+        builtins.isinstance = original
 
 
 class _Tracer(fx.Tracer):
