@@ -24,6 +24,7 @@ from gspace.paths import odot
 from gspace.pathsum import PathGraph, path_graph
 from gspace.trace import Traced
 from invariance import analyze, build, draw_inputs, randomize_
+from parts import Net
 from unrolled import SMALL, Small, enumerated
 
 # What has no path sum: operations that are not positively homogeneous, attention, products of activations.
@@ -284,6 +285,59 @@ def test_max_pooling_that_returns_its_indices_is_the_same_pooling() -> None:
         models[1].load_state_dict(models[0].state_dict())
         logs = [path_norm(m, example_input=x).log for m in models]
         torch.testing.assert_close(logs[0], logs[1])
+
+
+def shuffled(x: Tensor) -> Tensor:
+    b, c, h, w = x.size()
+    return x.view(b, 2, c // 2, h, w).transpose(1, 2).contiguous().view(b, -1, h, w)
+
+
+def test_a_channel_shuffle_by_views_has_a_path_sum() -> None:
+    """The first layer's outputs in another order: the sum with the second layer's columns in that order."""
+    torch.manual_seed(0)
+    x = torch.zeros(2, 3, 4, 4).double()
+    parts = {"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(8, 2, 1)}
+    model = Net(lambda s, x: s.b(shuffled(s.a(x).relu())), **parts).double()
+    order = shuffled(torch.arange(8.0).reshape(1, 8, 1, 1)).flatten().long()
+    plain = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 2, 1)).double()
+    plain.load_state_dict({f"{i}.{k}": v for i, m in ((0, model.a), (2, model.b)) for k, v in m.state_dict().items()})
+    with torch.no_grad():
+        plain[2].weight.copy_(model.b.weight[:, order.argsort()])
+    for p in (1, 2):
+        found, expected = path_norm(model, p, example_input=x).log, path_norm(plain, p, example_input=x).log
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    gspace.PathSGD(model, example_input=x)
+
+
+def test_an_operation_that_fails_on_path_sums_is_refused_with_its_place() -> None:
+    """Sizes that do not fit show in the pass of ones."""
+    with pytest.raises(PathError, match=r"'view' \(view\): called in a way no rule is known for"):
+        path_norm(Net(lambda s, x: s.b(s.a(x).view(-1, 5)), a=nn.Linear(3, 4), b=nn.Linear(5, 2)))
+
+
+class FromConstant(nn.Module):
+    """A recurrent network that starts at a constant of its own, or at a given state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.step, self.out = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Tensor:
+        h = x.new_ones(x.shape[0], 6) if h is None else h
+        for t in range(3):
+            h = F.relu(self.read(x[:, t]) + F.relu(self.step(h)))
+        return self.out(h)
+
+
+def test_a_recurrent_network_that_starts_at_a_constant_has_a_path_sum() -> None:
+    """Ones count as the input of ones that a path sum is taken at."""
+    torch.manual_seed(0)
+    model = FromConstant().double()
+    x, h = torch.zeros(2, 3, 4), torch.zeros(2, 6)
+    for p in (1, 2):
+        found, expected = (path_norm(model, p, example_input=inputs).log for inputs in (x, (x, h)))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    gspace.PathSGD(model, example_input=x)
 
 
 def test_every_operation_of_the_analysis_has_a_rule_or_is_refused_on_purpose() -> None:

@@ -118,7 +118,8 @@ def moved(call: Call, *args: Any, **kwargs: Any) -> Any:
     """Moves, copies, joins or adds up entries: the operation itself, on values with one exponent."""
     powers = [x for x in flatten_arguments([args, kwargs]) if isinstance(x, Power)]
     exponent = common(*powers)
-    plain_args, plain_kwargs = replaced((args, kwargs), lambda x: x.at(exponent))
+    # Contiguous: the rules order memory in their own way, and a `view` of the model must be one of these values too.
+    plain_args, plain_kwargs = replaced((args, kwargs), lambda x: x.at(exponent).contiguous())
     return _wrapped(call.run(*plain_args, **plain_kwargs), exponent, any(x.activation for x in powers))
 
 
@@ -159,8 +160,9 @@ def matmul(call: Call, x: Any, y: Any) -> Power:
     return Power(x.values @ y.values, x.exponent + y.exponent, x.activation or y.activation).renormalized()
 
 
-def weighted(call: Call, x: Power, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Power:
-    """Linear layers and convolutions; a bias is an edge from ground, which carries 1."""
+def weighted(call: Call, x: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Power:
+    """Linear layers and convolutions; a bias is an edge from ground, which carries 1, and so is a constant input."""
+    x = x if isinstance(x, Power) else replace(call.raised(x), activation=True)
     weight = call.raised(weight)
     if not x.activation or weight.activation:
         raise call.refuse("its weight is an activation")

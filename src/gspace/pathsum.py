@@ -203,7 +203,7 @@ class _Pass:
             raise call.refuse(NOT_HOMOGENEOUS if FUNCTIONS.get(call.name) is pinned else "no rule is known for it")
         try:
             return rule(call, *args, **kwargs)
-        except (TypeError, AttributeError, IndexError, KeyError) as error:
+        except (TypeError, AttributeError, IndexError, KeyError, RuntimeError) as error:
             raise call.refuse(f"called in a way no rule is known for ({error})") from error
 
 
