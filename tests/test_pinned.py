@@ -292,6 +292,37 @@ def test_a_parameter_used_in_several_ways(name: str) -> None:
     assert rescaling_change(model, VECTORS, found) < EXACT
 
 
+UNFOLLOWED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    # a network whose first 7 units only an operation without a rule writes, the operation, the parameter
+    "EmbeddingBag": (lambda: nn.Sequential(nn.EmbeddingBag(9, 7), nn.ReLU(), nn.Linear(7, 3)), "EmbeddingBag", "0."),
+    "einsum": (
+        lambda: Net(lambda s, x: s.o(torch.einsum("bi,ih->bh", x, s.w).relu()), w=parameter(5, 7), o=nn.Linear(7, 3)),
+        "einsum",
+        "w",
+    ),
+    "view": (
+        lambda: Net(lambda s, x: s.o(F.linear(x, s.w.view(7, 5)).relu()), w=parameter(5, 7), o=nn.Linear(7, 3)),
+        "view",
+        "w",
+    ),
+    "GRU": (lambda: Net(lambda s, x: s.o(s.g(x)[0]), g=nn.GRU(5, 7), o=nn.Linear(7, 3)), "GRU", "g.weight_hh"),
+}
+
+
+@pytest.mark.parametrize("name", UNFOLLOWED)
+def test_no_units_and_nothing_says_why(name: str) -> None:
+    build, operation, held = UNFOLLOWED[name]
+    found = gspace.analyze(build())
+    assert found.H == 0
+    pins = [pin for pin in found.pinned if pin.operation == operation and pin.reason.startswith(held)]
+    assert len(pins) == 1
+    assert pins[0].count > 0
+
+
+def test_the_slopes_of_a_prelu_are_no_channels_that_are_pinned() -> None:
+    assert [pin.operation for pin in gspace.analyze(nn.Sequential(nn.Linear(5, 7), nn.PReLU(7))).pinned] == ["output"]
+
+
 def test_an_embedding_that_is_also_the_output_layer_is_pinned() -> None:
     model = Net(lambda s, x: F.linear(s.e(x), s.e.weight), e=nn.Embedding(9, 6)).double()
     assert gspace.analyze(model).H == 0

@@ -10,7 +10,7 @@ Shapes: `head` is `(group, out)`, `tail` is `(group, in)`, a parameter is viewed
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -77,7 +77,10 @@ class UnitGroup:
 
 @dataclass(frozen=True)
 class Pin:
-    """Channels that one operation keeps from being scaled."""
+    """Channels that one operation keeps from being scaled.
+
+    Which axis of a parameter holds channels only a rule knows: without one, `count` is the smaller of the first two.
+    """
 
     operation: str
     where: str
@@ -212,6 +215,7 @@ def _solved(traced: Sequence[Traced], model: nn.Module, residual: Residual, pin:
     walker = Walker(walk, names, _hooked(modules), _known(pin, modules))
     for one in traced:
         walker.run(one)
+    _unfollowed(walk, model)
     _aliased(walk, model)
     return _assemble(walk, model, residual)
 
@@ -238,6 +242,16 @@ def _hooked(modules: dict[str, nn.Module]) -> dict[str, str]:
 
 def _hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _unfollowed(walk: Walk, model: nn.Module) -> None:
+    """Pins, for the report, the channels of weights that only operations without a rule read, if nothing else does."""
+    followed = {use.name for use in walk.uses}
+    reported = {(pin.operation, pin.where) for pin in walk.pins}
+    for name, p in model.named_parameters():
+        why, sizes = walk.misused.get(name), [n for n in p.shape if n > 1]
+        if why and name not in followed and len(sizes) > 1 and (why.operation, why.where) not in reported:
+            walk.pins.append(replace(why, ids=walk.fresh(min(sizes[:2])), reason=f"{name}: {why.reason}"))
 
 
 def _aliased(walk: Walk, model: nn.Module) -> None:
