@@ -336,7 +336,9 @@ def test_tensors_that_share_memory_are_pinned(kind: str) -> None:
         model.b = nn.Parameter(shared)
     else:
         model.register_buffer("b", shared)
-    assert rescaling_change(model, VECTORS, gspace.analyze(model)) < EXACT
+    found = gspace.analyze(model)
+    assert rescaling_change(model, VECTORS, found) < EXACT
+    assert "a.weight: shares its memory with b" in {pin.reason for pin in found.pinned}
 
 
 # Padding

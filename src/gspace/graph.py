@@ -262,8 +262,8 @@ def _aliased(walk: Walk, model: nn.Module) -> None:
             owners.setdefault(p.untyped_storage().data_ptr(), []).append(name)
     for shared in owners.values():
         for name in shared if len(shared) > 1 else ():
-            evidence = PinnedAt(torch.empty(0), "alias", name, f"shares its memory with {', '.join(shared)}")
-            walk.misused.setdefault(name, evidence)
+            others = ", ".join(other for other in shared if other != name)
+            walk.misused.setdefault(name, PinnedAt(torch.empty(0), "alias", name, f"shares its memory with {others}"))
 
 
 # Solving the equations ------------------------------------------------------------------------------------------------
@@ -301,11 +301,7 @@ def _parameter_constraints(walk: Walk) -> tuple[dict[str, list[Use]], list[tuple
         ids = torch.cat([t.reshape(-1) for u in listed for t in (u.head, u.tail)])
         if name in walk.misused:
             why = walk.misused[name]
-            pins.append(
-                PinnedAt(
-                    ids, why.operation, why.where, f"{name} is {why.reason}" if " " not in why.operation else why.reason
-                )
-            )
+            pins.append(PinnedAt(ids, why.operation, why.where, f"{name}: {why.reason}"))
         elif not alike:
             pins.append(PinnedAt(ids, "shared", name, "used in two layouts (once transposed)"))
         for u in listed[1:] if alike else ():
