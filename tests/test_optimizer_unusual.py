@@ -276,3 +276,36 @@ def test_kappa_of_half_precision_does_not_vanish() -> None:
         return model(X.half()).detach().float()
 
     torch.testing.assert_close(trained(512.0), trained(1.0), rtol=0.02, atol=0.01)
+
+
+def flatten_(model: nn.Module, own_counters: bool) -> nn.Module:
+    """All parameters as neighbours in one buffer, with a version counter each or one for all."""
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    if own_counters:
+        nn.utils.vector_to_parameters(flat, model.parameters())
+        return model
+    parts = flat.split([p.numel() for p in model.parameters()])
+    for (name, p), part in zip(list(model.named_parameters()), parts, strict=True):
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, nn.Parameter(part.view_as(p)))
+    return model
+
+
+@ways
+@pytest.mark.parametrize("own_counters", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parameters_in_one_flat_buffer_train_as_in_buffers_of_their_own(
+    way: str, own_counters: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model = zoo.mlp(6, 7, 5, 3).to(dtype)  # 49 entries in the first layer: what follows is aligned to no vector
+    flat = flatten_(copy.deepcopy(model), own_counters)
+    optimizers = [gspace.GSGD(m, 0.1, momentum=0.9, weight_decay=1e-3, **WAYS[way]) for m in (model, flat)]
+    assert [len(o.incoming) for o in optimizers] == [13, 13]
+    for _ in range(10):
+        for m, optimizer in zip((model, flat), optimizers, strict=True):
+            step(m, optimizer, X.to(dtype))
+    assert len({p.untyped_storage().data_ptr() for p in flat.parameters()}) == 1
+    assert optimizers[0].statistics()["way"] == optimizers[1].statistics()["way"]
+    for p, q in zip(model.parameters(), flat.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)

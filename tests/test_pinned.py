@@ -341,6 +341,23 @@ def test_tensors_that_share_memory_are_pinned(kind: str) -> None:
     assert "a.weight: shares its memory with b" in {pin.reason for pin in found.pinned}
 
 
+def test_parameters_side_by_side_in_one_buffer_are_not_pinned() -> None:
+    model = mlp(5, 7, 6, 3).double()
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    found = gspace.analyze(model)
+    assert found.H == 13
+    assert rescaling_change(model, VECTORS, found) < EXACT
+
+
+def test_a_parameter_in_the_gaps_of_another_counts_as_sharing_its_memory() -> None:
+    model = mlp(5, 7, 3).double()
+    buffer = torch.randn(7, 2, dtype=torch.float64)
+    model[0].bias = nn.Parameter(buffer[:, 0])
+    model.register_parameter("other", nn.Parameter(buffer[:, 1]))
+    assert "0.bias: shares its memory with other" in {pin.reason for pin in gspace.analyze(model).pinned}
+
+
 # Padding
 
 

@@ -255,12 +255,26 @@ def _unfollowed(walk: Walk, model: nn.Module) -> None:
 
 
 def _aliased(walk: Walk, model: nn.Module) -> None:
-    """Different tensors that share memory: scaling one would scale the other unseen."""
-    owners: dict[int, list[str]] = {}
+    """Different tensors that share memory: scaling one would scale the other unseen.
+
+    They do if their ranges of bytes overlap, even where one lies in the gaps of the other. Tensors side by side in one
+    buffer (`vector_to_parameters`) do not.
+    """
+    ranges = []
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
         if p.device.type != "meta" and p.layout == torch.strided and p.numel():
-            owners.setdefault(p.untyped_storage().data_ptr(), []).append(name)
-    for shared in owners.values():
+            first = p.untyped_storage().data_ptr() + int(p.storage_offset()) * p.element_size()
+            last = sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True))
+            ranges.append((str(p.device), first, first + (last + 1) * p.element_size(), name))
+    together: list[list[str]] = []
+    device, end = "", 0
+    for place, first, stop, name in sorted(ranges):
+        if place != device or first >= end:
+            together.append([])
+            device, end = place, 0
+        together[-1].append(name)
+        end = max(end, stop)
+    for shared in together:
         for name in shared if len(shared) > 1 else ():
             others = ", ".join(other for other in shared if other != name)
             walk.misused.setdefault(name, PinnedAt(torch.empty(0), "alias", name, f"shares its memory with {others}"))
