@@ -302,6 +302,10 @@ CASES = (
     ),
     # Tied: 4 more; 673 − 15 = 658
     Case("functional-tie", zoo.Functional, ((3, 8, 8),), H=15, dim=658, H_paper=15, residual="tie", lost=0),
+    # 4 + 4; m = (3·4 + 4) + (4·2 + 4) + (4·3 + 3) = 43; − 8 = 35
+    Case("masked", zoo.Masked, ((3, 4, 4),), H=8, dim=35, H_paper=8, lost=0),
+    # As mlp.
+    Case("signs", zoo.Signs, VECTOR, H=13, dim=105, H_paper=13, lost=0),
     # The embedding is a linear map of one-hot tokens: 6 + 8. m = 66 + 56 + 36 = 158; − 14 = 144
     Case(
         "embedding",

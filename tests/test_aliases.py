@@ -122,7 +122,70 @@ NETWORKS: dict[str, tuple[Forward, tuple[Tensor, ...]]] = {
     "rolled as one vector": (lambda s, x: s.c(F.relu(s.a(x)).roll(3)), VECTORS),
     "rolled windows": (lambda s, x: s.o(torch.roll(F.relu(s.k(x)), (1, -2), (2, 3)).flatten(1)), IMAGES),
     "rolled, once flattened": (lambda s, x: s.o(F.relu(s.k(x)).flatten(1).roll(4, 1)), IMAGES),
+    "rows gathered": (lambda s, x: s.c(F.relu(s.a(x)).index_select(0, torch.tensor([1, 0, 3, 3, 2]))), VECTORS),
+    "channels gathered": (lambda s, x: s.c(F.relu(s.a(x)).index_select(-1, torch.arange(WIDTH))), VECTORS),
+    "tokens gathered": (lambda s, x: s.c(F.relu(s.a(x)).index_select(1, torch.tensor([4, 2]))), TOKENS),
+    "as many rows gathered as there are samples": (
+        lambda s, x: s.l(F.relu(s.a(x)).index_select(0, torch.arange(N).repeat(WIDTH)).view(x.size(0), -1)),
+        VECTORS,
+    ),
+    "rows repeated": (lambda s, x: s.c(F.relu(s.a(x)).repeat(2, 1)), VECTORS),
+    "rows repeated into channels": (lambda s, x: s.l(F.relu(s.a(x)).repeat(WIDTH, 1).view(x.size(0), -1)), VECTORS),
+    "channels repeated": (lambda s, x: s.l(F.relu(s.a(x)).repeat(1, WIDTH)), VECTORS),
+    "channels repeated in a new dimension": (lambda s, x: s.c(F.relu(s.a(x)).repeat(2, 1, 1)), VECTORS),
+    "tokens repeated": (lambda s, x: s.c(F.relu(s.a(x)).repeat(1, 3, 1)), TOKENS),
+    "shuffled maps": (lambda s, x: s.o(torch.channel_shuffle(F.relu(s.k(x)), 2).flatten(1)), IMAGES),
+    "shuffled tokens": (lambda s, x: s.c(torch.channel_shuffle(F.relu(s.a(x)), 2)), TOKENS),
+    "filled with 0": (lambda s, x: s.c(F.relu(s.a(x)).masked_fill(x[:, :1] > 1, 0)), VECTORS),
+    "filled with 0 in place": (lambda s, x: s.c(s.a(x).masked_fill_(x[:, :1] > 1, 0).relu()), VECTORS),
+    "filled with 1": (lambda s, x: s.c(F.relu(s.a(x)).masked_fill(x[:, :1] > 1, 1)), VECTORS),
+    "filled with 0 where another layer is large": (
+        lambda s, x: s.c(F.relu(s.a(x)).masked_fill(s.b(x) > 1, 0)),
+        VECTORS,
+    ),
+    "0 where another layer is negative": (lambda s, x: s.c(torch.where(s.b(x) > 0, s.a(x), 0)), VECTORS),
+    "0 where it is positive": (lambda s, x: s.c(torch.where(s.a(x) > 0, 0.0, s.a(x))), VECTORS),
+    "0 where it is not, as a method": (lambda s, x: s.c(s.a(x).where(s.b(x) > 0, 0)), VECTORS),
+    "1 where it is negative": (lambda s, x: s.c(torch.where(s.a(x) > 0, s.a(x), 1)), VECTORS),
+    "one layer or the other": (lambda s, x: s.c(torch.where(x[:, :1] > 0, s.a(x), s.b(x))), VECTORS),
+    "a mask with more dimensions": (lambda s, x: s.c(torch.where(x[:, :1] > 0, F.relu(s.a(x[0])), 0)[:, :8]), VECTORS),
+    "one layer larger than the other": (lambda s, x: s.c(torch.where(s.a(x) > s.b(x), s.a(x), 0)), VECTORS),
+    "signs as numbers": (lambda s, x: s.c((s.a(x) > 0).to(torch.float64)), VECTORS),
+    "mm": (lambda s, x: s.c(torch.mm(F.relu(s.a(x)), s.w).relu()), VECTORS),
+    "addmm with factors": (lambda s, x: s.c(torch.addmm(s.g, F.relu(s.a(x)), s.w, beta=2, alpha=-3).relu()), VECTORS),
+    "addmm of two layers": (lambda s, x: s.c(torch.addmm(s.b(x), F.relu(s.a(x)), s.w).relu()), VECTORS),
+    "addmm of activations": (lambda s, x: torch.addmm(x[:, :N], F.relu(s.a(x)), F.relu(s.b(x)).t()), VECTORS),
 }
+
+
+KEPT = {
+    "rows gathered": WIDTH,
+    "tokens gathered": WIDTH,
+    "rows repeated": WIDTH,
+    "channels repeated": WIDTH,
+    "channels repeated in a new dimension": WIDTH,
+    "tokens repeated": WIDTH,
+    "shuffled maps": 4,
+    "shuffled tokens": WIDTH,
+    "filled with 0": WIDTH,
+    "filled with 0 in place": WIDTH,
+    "filled with 1": 0,
+    "filled with 0 where another layer is large": WIDTH,
+    "0 where another layer is negative": 2 * WIDTH,
+    "0 where it is positive": WIDTH,
+    "0 where it is not, as a method": 2 * WIDTH,
+    "1 where it is negative": 0,
+    "signs as numbers": WIDTH,
+    "mm": 2 * WIDTH,
+    "addmm with factors": 2 * WIDTH,
+    "addmm of two layers": WIDTH,
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_chooses_or_repeats_entries_keeps_their_units(name: str) -> None:
+    forward, inputs = NETWORKS[name]
+    assert KEPT[name] == gspace.analyze(_build(forward), inputs).H
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["symbolic", "example"])

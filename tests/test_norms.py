@@ -33,6 +33,7 @@ REFUSED = {
     **dict.fromkeys(("transformer", "transformer-example"), "layer_norm"),
     "transformer-torch": "TransformerEncoderLayer",
     "gated": "two activations",
+    "signs": "depends on the input",
 }
 
 

@@ -273,6 +273,7 @@ EXPORTED = (
         "transformer-torch",
     ),
     *("gated", "tied-weights", "recurrent", "siamese", "conv1d", "conv3d", "functional-tie", "embedding", "separable"),
+    *("masked", "signs"),
 )
 
 

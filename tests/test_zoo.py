@@ -142,7 +142,7 @@ def test_channels_last_weights_are_rescaled_in_place(groups: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "lenet", "conv3d", "resnet-small-tie", "functional-tie", "unet", "siamese", "embedding"]
+    "name", ["mlp", "lenet", "conv3d", "resnet-small-tie", "functional-tie", "unet", "siamese", "embedding", "masked"]
 )
 def test_an_example_input_changes_nothing_where_none_is_needed(name: str) -> None:
     case = BY_NAME[name]

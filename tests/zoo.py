@@ -421,6 +421,37 @@ class Functional(nn.Module):
         return F.linear(x.mean((2, 3)), self.head, self.head_bias)
 
 
+class Masked(nn.Module):
+    """What only chooses, repeats or reorders: fixed masks, a channel shuffle, copies; then `addmm`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shuffle, self.second = nn.Conv2d(3, 4, 1), nn.ChannelShuffle(2), nn.Conv2d(4, 4, 1, groups=2)
+        self.head, self.head_bias = nn.Parameter(torch.empty(4, 3)), nn.Parameter(torch.empty(3))
+        self.register_buffer("border", torch.ones(4, 4).tril() > 0)
+        for parameter in (self.head, self.head_bias):
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shuffle(F.relu(self.first(x)).masked_fill(self.border, 0))
+        x = torch.where(self.border.t(), F.relu(self.second(x)), 0)
+        x = x.repeat(1, 1, 2, 3).mean(3).amax(2)
+        return torch.addmm(self.head_bias, x, self.head)
+
+
+class Signs(nn.Module):
+    """ReLUs written as masks of signs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(5, 7), nn.Linear(7, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.second(x.masked_fill(x < 0, 0))
+        return self.out(torch.where(x > 0, x, 0.0))
+
+
 class BagOfWords(nn.Module):
     """Embedding, mean over the tokens, and an MLP, on integers (batch, tokens)."""
 

@@ -5,6 +5,7 @@ the table is opaque: it pins what it reads and what it returns.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from gspace.layers import (
     same,
     threshold,
 )
-from gspace.spaces import Activation, Buffer, DType, Parts, Size, Walk, Weight
+from gspace.spaces import Activation, Buffer, DType, Parts, Size, Walk, Weight, grounded
 
 # Sizes ----------------------------------------------------------------------------------------------------------------
 
@@ -77,6 +78,81 @@ def attribute(walk: Walk, x: Any, name: str) -> Any:
     return rules[name](walk, x) if name in rules else opaque(walk, x, reason=f"its attribute {name!r} is read")
 
 
+# Compositions of other rules ------------------------------------------------------------------------------------------
+
+
+def addmm(walk: Walk, x: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Activation:
+    """beta·x + alpha·mat1 @ mat2: a linear layer whose parameter is stored (in, out), with bias x."""
+    numbers = all(isinstance(factor, (int, float)) for factor in (beta, alpha))
+    if not (numbers and isinstance(mat1, Activation) and isinstance(mat2, Weight)):
+        return opaque(walk, x, mat1, mat2, beta, alpha, reason="its matrix is not a parameter")
+    return linear(walk, mat1, Weight(mat2.name, mat2.shape[::-1], not mat2.swap), x)
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == 0
+
+
+def compare(walk: Walk, x: Any, y: Any) -> Activation:
+    """x > 0 and the like: the sign of x, which no positive scale changes."""
+    return grounded(x.shape) if isinstance(x, Activation) and _is_zero(y) else pinned(walk, x, y)
+
+
+def masked_fill(walk: Walk, x: Any, mask: Any, value: Any) -> Any:
+    """0 at the entries of a mask: a product with 0 and 1."""
+    return where(walk, mask, value, x)
+
+
+def where(walk: Walk, x: Any, y: Any, other: Any) -> Any:
+    """`torch.where(mask, h, 0)`, `torch.where(mask, 0, h)`, `h.where(mask, 0)`: a product with 0 and 1."""
+    factors = [value for value in (x, y, other) if not _is_zero(value)]
+    if len(factors) != 2 or not all(isinstance(value, (Activation, Buffer)) for value in factors):
+        return opaque(walk, x, y, other, reason="entries are replaced by something other than 0")
+    result = mul(walk, *factors)
+    # A mask of unknown rank may add dimensions in front.
+    return replace(result, loose=result.loose or any(value.shape is None for value in factors))
+
+
+def channel_shuffle(walk: Walk, x: Any, groups: int) -> Activation:
+    """The channels, dimension 1, as (groups, channels/groups), transposed."""
+    if not isinstance(x, Activation) or x.loose or x.spread:
+        return opaque(walk, x, reason=movement.UNKNOWN_RANK)
+    if x.ids is None or x.ids.shape[1] == 1:
+        return x
+    return Activation(x.ids.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2), x.shape)
+
+
+def repeat(walk: Walk, x: Any, *times: Any) -> Activation:
+    """Copies side by side along every dimension; where the id does not change, any number of them."""
+    if not isinstance(x, Activation) or x.loose or x.spread:
+        return opaque(walk, x, times, reason=movement.UNKNOWN_RANK)
+    if x.ids is None or x.shape is None:
+        return Activation()
+    listed = list(times[0]) if isinstance(times[0], (tuple, list)) else list(times)
+    more = len(listed) - len(x.shape)
+    ids, shape = x.ids.reshape([1] * more + list(x.ids.shape)), (1,) * more + x.shape
+    copies = [n if size > 1 else 1 for n, size in zip(listed, ids.shape, strict=True)]
+    if not all(isinstance(n, int) for n in copies) or (x.shape[0] is None and (more or listed[0] != 1)):
+        return opaque(walk, x, reason=movement.UNKNOWN_SIZE)
+    sizes = (s * n if isinstance(s, int) and isinstance(n, int) else None for s, n in zip(shape, listed, strict=True))
+    return Activation(ids.repeat(copies), tuple(sizes))
+
+
+def index_select(walk: Walk, x: Any, dim: int, index: Any) -> Activation:
+    """Entries gathered along a dimension that holds no units."""
+    if not (isinstance(x, Activation) and isinstance(index, (Activation, Buffer)) and index.shape is not None):
+        return opaque(walk, x, index, reason=movement.UNKNOWN_SIZE)
+    opaque(walk, index, reason="used as indices")
+    if x.ids is None or x.shape is None:
+        return Activation()
+    if x.loose or x.spread or x.shape[dim % len(x.shape)] is None:
+        return opaque(walk, x, reason=movement.UNKNOWN_SIZE)
+    if x.ids.shape[dim] > 1:
+        return opaque(walk, x, reason="indexed by a tensor")
+    found = index.shape[0] if index.shape else 1
+    return Activation(x.ids, tuple(found if d == dim % len(x.shape) else s for d, s in enumerate(x.shape)))
+
+
 # The table ------------------------------------------------------------------------------------------------------------
 
 POINTWISE = (
@@ -92,7 +168,10 @@ INHOMOGENEOUS = (
 )
 LIKE = "zeros_like ones_like empty_like rand_like randn_like full_like new_zeros new_ones new_empty new_full new_tensor"
 # In-place variants share a rule only where the result keeps the layout of its input: a stale name then still fits.
-INPLACE = {*POINTWISE.split(), *INHOMOGENEOUS.split(), "add", "sub", "mul", "div", "threshold", "clamp", "clamp_min"}
+INPLACE = {
+    *(*POINTWISE.split(), *INHOMOGENEOUS.split()),
+    *"add sub mul div threshold clamp clamp_min masked_fill".split(),
+}
 
 FUNCTIONS: dict[str, Rule] = {
     **dict.fromkeys(POINTWISE.split(), same),
@@ -112,6 +191,8 @@ FUNCTIONS: dict[str, Rule] = {
     "prelu": prelu,
     "linear": linear,
     "matmul": matmul,
+    "mm": lambda walk, x, mat2: matmul(walk, x, mat2),
+    "addmm": addmm,
     "embedding": embedding,
     "batch_norm": batch_norm,
     "functional_batch_norm": functional_batch_norm,
@@ -125,6 +206,12 @@ FUNCTIONS: dict[str, Rule] = {
     ),
     **dict.fromkeys("upsample_linear1d upsample_trilinear3d upsample_bicubic2d upsample".split(), interpolate),
     "pixel_shuffle": pixel_shuffle,
+    "channel_shuffle": channel_shuffle,
+    **dict.fromkeys("gt lt ge le eq ne".split(), compare),
+    "masked_fill": masked_fill,
+    "where": where,
+    "repeat": repeat,
+    "index_select": index_select,
     "pad": movement.pad,
     "constant_pad_nd": movement.constant_pad,
     "flatten": movement.flatten,
@@ -188,6 +275,7 @@ MODULES: dict[type[nn.Module], tuple[str, Callable[[nn.Module], dict[str, Any]]]
     nn.Flatten: ("flatten", _affine("start_dim", "end_dim")),
     nn.Softmax2d: ("softmax", _nothing),
     nn.PixelShuffle: ("pixel_shuffle", lambda m: {"factor": m.upscale_factor}),
+    nn.ChannelShuffle: ("channel_shuffle", _affine("groups")),
     nn.SyncBatchNorm: ("batch_norm", _norm(4)),
     **{getattr(nn, f"BatchNorm{d}d"): ("batch_norm", _norm(d + 2 if d > 1 else 2)) for d in (1, 2, 3)},
     **{getattr(nn, f"Conv{d}d"): (f"conv{d}d", _affine("weight", "bias", "groups")) for d in (1, 2, 3)},

@@ -160,6 +160,10 @@ def matmul(call: Call, x: Any, y: Any) -> Power:
     return Power(x.values @ y.values, x.exponent + y.exponent, x.activation or y.activation).renormalized()
 
 
+def addmm(call: Call, x: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Power:
+    return add(call, product(call, matmul(call, mat1, mat2), alpha), product(call, x, beta))
+
+
 def weighted(call: Call, x: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Power:
     """Linear layers and convolutions; a bias is an edge from ground, which carries 1, and so is a constant input."""
     x = x if isinstance(x, Power) else replace(call.raised(x), activation=True)
@@ -307,6 +311,20 @@ def clamp(call: Call, x: Power, min: Any = None, max: Any = None) -> Power:
     return same(call, x)
 
 
+def compare(call: Call, *args: Any, **kwargs: Any) -> Power:
+    raise call.refuse("which entries are chosen depends on the input")
+
+
+def masked(call: Call, *args: Any, **kwargs: Any) -> Power:
+    """masked_fill, where: the paths through the other entries are left out."""
+    values = [*args, *kwargs.values()]
+    if sum(isinstance(x, Power) for x in values) != 1:
+        raise call.refuse("which entries are chosen depends on the input")
+    if not any(isinstance(x, (int, float)) and x == 0 for x in values):
+        raise call.refuse("entries are replaced by something other than 0")
+    return moved(call, *args, **kwargs)
+
+
 def pad(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
     value = kwargs.get(
         "value", args[2] if len(args) > 2 else args[1] if call.name == "constant_pad_nd" and len(args) > 1 else None
@@ -319,7 +337,7 @@ def pad(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
 _MOVES = (
     "pixel_shuffle flatten view reshape _unsafe_view permute movedim unsqueeze transpose t swapaxes squeeze expand "
     "broadcast_to split split_with_sizes chunk unbind select narrow slice getitem cat concat concatenate stack "
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d flip roll"
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d flip roll channel_shuffle repeat index_select"
 )
 
 RULES: dict[str, Rule] = {
@@ -340,7 +358,10 @@ RULES: dict[str, Rule] = {
     "interpolate": windows,
     "mean": mean,
     "sum": total,
-    "matmul": matmul,
+    **dict.fromkeys("matmul mm".split(), matmul),
+    "addmm": addmm,
+    **dict.fromkeys("gt lt ge le eq ne".split(), compare),
+    **dict.fromkeys("masked_fill where".split(), masked),
     "embedding": embedding,
     "batch_norm": batch_norm,
     "functional_batch_norm": functional_batch_norm,
