@@ -270,6 +270,23 @@ def test_a_view_of_an_activation_of_unknown_rank_is_not_guessed(
         assert change(model, (draw(*shape),), found) < TOLERANCE
 
 
+@pytest.mark.parametrize("join", [lambda h, c: h * c, lambda h, c: h / c, lambda h, c: torch.where(c > 1, h, 0)])
+def test_a_factor_of_unknown_rank_may_add_dimensions(join: Callable[[Tensor, Tensor], Tensor]) -> None:
+    class Gated(Halves):
+        def forward(self, x: Tensor, c: Any = None) -> Tensor:
+            halves = join(self.layer(x).relu(), c).flatten(1).chunk(2, -1)
+            return self.p(halves[0].sum(-1, keepdim=True)) + self.q(halves[1].sum(-1, keepdim=True))
+
+    class Required(Gated):
+        def forward(self, x: Tensor, c: Any) -> Tensor:
+            return super().forward(x, c)
+
+    model = Required(nn.Conv2d(3, 4, 1), lambda h: h)
+    inputs = (draw(2, 3, 2, 2), draw(5, 1, 1, 1, 1) + 3)
+    for analysis in (gspace.analyze(model), gspace.analyze(model, inputs)):
+        assert change(model, inputs, analysis) < TOLERANCE
+
+
 def test_a_sum_has_the_shape_of_both() -> None:
     model = Halves(nn.Conv2d(3, 4, 3), lambda h: (F.adaptive_avg_pool2d(h, 1) + h).permute(0, 2, 3, 1).flatten(1))
     for analysis in (gspace.analyze(model), gspace.analyze(model, draw(2, 3, 4, 4))):

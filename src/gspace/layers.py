@@ -5,6 +5,7 @@ values) and returns the abstract result.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,8 +93,10 @@ def _as_activation(walk: Walk, value: Any) -> Activation:
 def _broadcast(a: Activation, b: Activation) -> Activation:
     """Space of a pointwise result, given that ids agree: those of the operand that is not ground, over both shapes."""
     main, other = (b, a) if a.grounded and not b.grounded else (a, b)
-    if main.ids is None or main.shape is None or other.ids is None or other.shape is None:
+    if main.ids is None or main.shape is None:
         return main
+    if other.ids is None or other.shape is None:  # it may have more dimensions, in front
+        return replace(main, loose=True)
     rank = max(len(main.shape), len(other.shape))
     pad_main, pad_other = (1,) * (rank - len(main.shape)) + main.shape, (1,) * (rank - len(other.shape)) + other.shape
     shape = tuple(

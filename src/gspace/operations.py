@@ -5,7 +5,6 @@ the table is opaque: it pins what it reads and what it returns.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,9 +107,7 @@ def where(walk: Walk, x: Any, y: Any, other: Any) -> Any:
     factors = [value for value in (x, y, other) if not _is_zero(value)]
     if len(factors) != 2 or not all(isinstance(value, (Activation, Buffer)) for value in factors):
         return opaque(walk, x, y, other, reason="entries are replaced by something other than 0")
-    result = mul(walk, *factors)
-    # A mask of unknown rank may add dimensions in front.
-    return replace(result, loose=result.loose or any(value.shape is None for value in factors))
+    return mul(walk, *factors)
 
 
 def channel_shuffle(walk: Walk, x: Any, groups: int) -> Activation:
