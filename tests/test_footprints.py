@@ -134,7 +134,6 @@ def test_any_number_of_inputs_needs_an_example() -> None:
     ],
     ids=["it", "in a tuple", "in a list in a dict", "in a deque", "something else"],
 )
-@pytest.mark.filterwarnings("ignore:The tensor attribute")
 def test_an_activation_left_in_an_attribute_is_an_output(keep: Callable[[Any], Any], H: int, exported: bool) -> None:
     def body(net: Net, x: Tensor, c: Any) -> Tensor:
         if exported and x.shape[0] > 1000:  # fx cannot follow that
@@ -146,6 +145,25 @@ def test_an_activation_left_in_an_attribute_is_an_output(keep: Callable[[Any], A
     net = Net(body)
     assert gspace.analyze(net, draw(4, 5)).H == H
     assert net.kept is None
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_activation_is_kept_of_the_trace_that_counts(again: bool) -> None:
+    """With `*inputs` a second trace finds out whether two would do."""
+
+    class Variable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.o, self.kept = nn.Linear(5, 8), nn.Linear(8, 3), []
+
+        def forward(self, *inputs: Tensor) -> Tensor:
+            h = self.a(inputs[0]).relu()
+            if again:
+                self.kept.append(h)
+            (one,) = inputs
+            return self.o(h) + 0 * one.sum()
+
+    assert gspace.analyze(Variable()).H == (0 if again else 8)
 
 
 def test_containers_in_containers_are_left_as_they_were() -> None:

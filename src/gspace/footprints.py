@@ -53,7 +53,8 @@ class Footprints(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
         sources = list({id(t): t for x in given for t in self.behind(x)}.values())
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        schema = getattr(func, "_schema", None)  # control flow has none
+        for argument, value in zip(schema.arguments if schema else (), args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                 name = self._parameters.get(_memory(value))
                 if name is not None:

@@ -11,6 +11,7 @@ import operator
 import random
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -197,12 +198,13 @@ def _symbolic(model: nn.Module, example_input: Inputs | None) -> Traced:
     try:
         with _no_draws(), _differentiable(model), footprints, _passing_for_tensors():
             graph = _Tracer().trace(shell)
+            kept = dict.fromkeys(x.node for x in tensors_in(model, fx.Proxy))
             if example_input is None:
                 _refuse_any_number(model)
     finally:
         _refuse_written(footprints.written())
     output = next(node for node in graph.nodes if node.op == "output")
-    output.args = ((output.args[0], *dict.fromkeys(x.node for x in tensors_in(model, fx.Proxy))),)
+    output.args = ((output.args[0], *kept),)
     return Traced(graph, shell, prefix="model", footprints=footprints)
 
 
@@ -335,7 +337,8 @@ class _Kept(nn.Module):
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     try:
-        with _no_draws():
+        with _no_draws(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The tensor attribute")  # an output of `_Kept`
             program = torch.export.export(_Kept(model), args, kwargs, strict=False)
     except TraceError:
         raise
