@@ -626,6 +626,9 @@ def main() -> int:
         parser.error("no CUDA device is here")
     if args.device == "cpu" and {"kernels", "tiles"} & set(args.only):
         parser.error("kernels and tiles are those of a GPU")
+    absent = set(args.mode or ()) - set(MODES[args.device])
+    if absent:
+        parser.error(f"a {args.device.upper()} has no mode {min(absent)!r}, only {', '.join(MODES[args.device])}")
     torch.set_num_threads(args.threads)
     repeats = args.repeats or (20 if args.device == "cuda" else 100)
     setting = Setting(args.device, repeats, args.network, args.mode or MODES[args.device], args.optimizer)

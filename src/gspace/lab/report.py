@@ -228,7 +228,9 @@ def _others(records: Sequence[Record]) -> Table:
         (r.folder, _settings(r), write(outcome([r], found, MEASURES["test_error"]), MEASURES["test_error"]))
         for r in found
     ]
-    return Table("Other runs", ("run", "settings", "test error, %"), tuple(rows), 2)
+    held = any(recipe.validation for recipe in found)
+    label = "test error, % (with validation: of those images)" if held else "test error, %"
+    return Table("Other runs", ("run", "settings", label), tuple(rows), 2)
 
 
 def _settings(recipe: Recipe) -> str:
