@@ -327,3 +327,9 @@ def test_minutes_are_a_number(minutes: str, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         cli.main(["train", "--minutes", minutes])
     assert "not a positive number" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m gspace reproduce mlp-invariance --list --json | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[", "")

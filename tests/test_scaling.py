@@ -352,8 +352,10 @@ def test_what_flows_into_a_dead_unit_does_not_move_the_balance() -> None:
         (torch.tensor([True, False]), torch.tensor([True, True]), False),
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")]), False),
         (torch.tensor([3, 4]), torch.tensor([3, 5]), False),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]), True),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 3j]), False),
     ],
-    ids=["equal flags", "other flags", "NaN", "other counts"],
+    ids=["equal flags", "other flags", "NaN", "other counts", "equal complex", "other complex"],
 )
 def test_buffers_of_any_kind_are_compared(mine: Tensor, theirs: Tensor, equal: bool) -> None:
     one, two = mlp(3, 4, 2), mlp(3, 4, 2)

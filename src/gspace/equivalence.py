@@ -74,7 +74,7 @@ def are_equivalent(
         elif name in powers:
             x = x.double() * powers[name]
         tolerance = rtol if rtol is not None else 1e3 * (torch.finfo(y.dtype).eps if y.is_floating_point() else 0.0)
-        wrong = ~((x == y) | ((x.double() - y.double()).abs() <= tolerance * y.abs()))  # NaN agrees with nothing
+        wrong = ~((x == y) | ((x - y).abs() <= tolerance * y.abs()))  # NaN agrees with nothing
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             return Equivalence(False, f"{name} {at} would be {_at(x, at)} but is {_at(y, at)}")
@@ -82,7 +82,7 @@ def are_equivalent(
 
 
 def _at(x: Tensor, index: list[int]) -> str:
-    return f"{float(x[tuple(index)]):.6g}"
+    return f"{x[tuple(index)].item():.6g}"
 
 
 @on_cpu

@@ -77,18 +77,19 @@ def reshape(walk: Walk, x: Any, *sizes: Any, **kwargs: Any) -> Activation:
         ids = laid_out()
     except (RuntimeError, TypeError):
         return _lost(walk, x, UNKNOWN_SIZE, shape)
-    if x.loose and not all(_same_units(compress(ids), more, laid_out) for more in ((5,), (5, 7))):
+    units = compress(ids)
+    if x.loose and not all(_same_units(units, lambda *m: compress(laid_out(*m)), *more) for more in ((5,), (5, 7))):
         return _lost(walk, x, UNKNOWN_RANK)
     if x.shape[0] is None and (ids.shape[:1] != (batch,) or target[0] == batch):
         return _lost(walk, x, UNKNOWN_SIZE, shape)
-    return Activation(compress(ids), (x.shape[0], *ids.shape[1:]) if x.shape[0] is None else tuple(ids.shape))
+    return Activation(units, (x.shape[0], *ids.shape[1:]) if x.shape[0] is None else tuple(ids.shape))
 
 
-def _same_units(ids: Tensor, more: tuple[int, ...], laid_out: Callable[..., Tensor]) -> bool:
-    """Whether units are as far from the last dimension, in this order, with more dimensions in front."""
+def _same_units(ids: Tensor, operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> bool:
+    """Whether an operation that is given more dimensions in front leaves units as far from the last, in this order."""
     try:
-        found = compress(laid_out(*more))
-    except (RuntimeError, TypeError):
+        found = operation(*args, **kwargs)
+    except (RuntimeError, IndexError, TypeError):
         return True  # such an input the model does not accept
     where = [[d - x.dim() for d in range(x.dim()) if x.shape[d] > 1] for x in (ids, found)]
     return where[0] == where[1] and torch.equal(ids.reshape(-1), found.reshape(-1))
@@ -119,21 +120,6 @@ def flatten(walk: Walk, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     return _lost(walk, x, UNKNOWN_SIZE, (*x.shape[:start], None, *x.shape[end + 1 :]))
 
 
-def _same_with_more_dimensions(before: Tensor, after: Tensor, operation: Callable[[Tensor], Tensor]) -> bool:
-    """Whether units end up as far from the last dimension, in this order, with one or two more dimensions in front."""
-    where = [d - after.dim() for d in range(after.dim()) if after.shape[d] > 1]
-    for more in (1, 2):
-        try:
-            found = operation(before.reshape([1] * more + list(before.shape)))
-        except (RuntimeError, IndexError, TypeError):
-            continue  # such an input the model does not accept
-        if [d - found.dim() for d in range(found.dim()) if found.shape[d] > 1] != where:
-            return False
-        if not torch.equal(found.reshape(-1), after.reshape(-1)):
-            return False
-    return True
-
-
 def rearrange(operation: Callable[..., Tensor]) -> Callable[..., Activation]:
     """permute, transpose, movedim …: the operation applied to the ids and, through a probe, to the sizes."""
 
@@ -150,8 +136,10 @@ def rearrange(operation: Callable[..., Tensor]) -> Callable[..., Activation]:
             return _lost(walk, x, UNKNOWN_SIZE)
         if x.spread and moved.shape[-1:] != probe.shape[-1:]:
             return _lost(walk, x, UNKNOWN_SIZE)
-        if x.loose and not _same_with_more_dimensions(x.ids, ids, lambda t: operation(t, *args, **kwargs)):
-            return _lost(walk, x, UNKNOWN_RANK)
+        if x.loose:
+            wider = [x.ids.reshape(*more, *x.ids.shape) for more in ((1,), (1, 1))]
+            if not all(_same_units(ids, operation, t, *args, **kwargs) for t in wider):
+                return _lost(walk, x, UNKNOWN_RANK)
         return Activation(ids.contiguous(), tuple(x.shape[s - 2] if s > 1 else 1 for s in moved.shape), x.spread)
 
     return rule
