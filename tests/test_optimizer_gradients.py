@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import gspace
 from contract import GSPACE, KINDS, Kind, Net, assert_same, backward, batches, moved, train, values
@@ -205,4 +206,36 @@ def test_a_pre_hook_may_change_gradients(kind: Kind) -> None:
             optimizer.zero_grad()
             (scale * nn.functional.cross_entropy(model(x), y)).backward()
             optimizer.step()
+    assert_same(one, two)
+
+
+@kinds
+def test_hooks_of_every_optimizer_run_too(kind: Kind) -> None:
+    model = Net()
+    optimizer = kind.make(model)
+    seen: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda of, *_: seen.append("pre") if of is optimizer else None),
+        register_optimizer_step_post_hook(lambda of, *_: seen.append("post") if of is optimizer else None),
+    ]
+    try:
+        train(model, optimizer, batches(1))
+        handles.pop().remove()
+        train(model, optimizer, batches(1))
+    finally:
+        for handle in handles:
+            handle.remove()
+    train(model, optimizer, batches(1))
+    assert seen == ["pre", "post", "pre"]
+
+
+@kinds
+def test_a_profiler_sees_steps_by_name_and_changes_nothing(kind: Kind) -> None:
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+    name = f"Optimizer.step#{type(first).__name__}.step"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(one, first, batches(3))
+    assert [event.count for event in profile.key_averages() if event.key == name] == [3]
+    train(two, second, batches(3))
     assert_same(one, two)

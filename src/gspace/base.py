@@ -8,6 +8,7 @@ changes a trajectory.
 Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -23,7 +24,8 @@ from gspace import step as algorithm
 from gspace.balance import balanced_log_scales
 from gspace.graph import Analysis, Residual, analyzed
 from gspace.held import Held
-from gspace.skeleton import Skeleton, build_skeleton, path_products, skeleton_values
+from gspace.hooks import hooked
+from gspace.skeleton import ONLY_ZEROS, Skeleton, build_skeleton, path_products, skeleton_values
 from gspace.step import BatchNormRule, Layer
 from gspace.trace import Inputs
 
@@ -86,6 +88,7 @@ class GSpaceOptimizer(Optimizer):
             reference = "one" if on_skeleton(model, self.analysis) else "balanced"
         self.reference: Reference = reference
         self._adopt(self._find_skeleton())
+        self._warn_of_zeros()
         self._ready = True
 
     # Construction -----------------------------------------------------------------------------------------------------
@@ -98,6 +101,17 @@ class GSpaceOptimizer(Optimizer):
         trained = {name for name, p in self.model.named_parameters() if id(p) in mine}
         choice: Literal["aligned", "pivoted"] = "aligned" if self.reference == "one" else "pivoted"
         return build_skeleton(self.model, self.analysis, choice=choice, trained=trained)
+
+    def _warn_of_zeros(self) -> None:
+        for told in self.skeleton.unused:
+            if told.endswith(ONLY_ZEROS):
+                warnings.warn(
+                    f"{told}: they have no path value, and their weights get plain SGD as long as this "
+                    f"{type(self).__name__} lives. Make it after a few steps of another optimizer, or start from "
+                    "small weights instead of zeros.",
+                    UserWarning,
+                    stacklevel=4,
+                )
 
     def _adopt(self, skeleton: Skeleton) -> None:
         """Takes a skeleton and measures its reference in the weights of now."""
@@ -306,6 +320,8 @@ class GSpaceOptimizer(Optimizer):
 
     # One step ---------------------------------------------------------------------------------------------------------
 
+    profile_hook_step = staticmethod(hooked)  # torch wraps `step` in it when the first optimizer of a class is made
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Inside of `torch.compile` it is a call from the graph: there is nothing to gain in it."""
@@ -416,7 +432,7 @@ def refuse_meta(model: nn.Module) -> None:
 
 def capturing() -> bool:
     """Whether a CUDA graph is being recorded: nothing may be read from the device then."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def wide(x: Tensor) -> Tensor:

@@ -162,6 +162,5 @@ class NativeStep:
             root_fresh,
         )
         if taken:
-            torch.autograd.graph.increment_version(self.network.parameters)
-            torch.autograd.graph.increment_version((incoming, outgoing))
+            torch.autograd.graph.increment_version((*self.network.parameters, incoming, outgoing))
         return bool(taken)

@@ -22,6 +22,7 @@ from gspace.devices import on_cpu
 from gspace.graph import Analysis, Edges, analyzed
 
 Choice = Literal["aligned", "pivoted"]
+ONLY_ZEROS = "have only zero weights on one side"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def build_skeleton(
     reasons = {
         "touch a parameter that is not trained": frozen,
         "have no weight on one side": (in_edge < 0) | (out_edge < 0),
-        "have only zero weights on one side": (in_size == 0) | (out_size == 0),
+        ONLY_ZEROS: (in_size == 0) | (out_size == 0),
     }
     usable = torch.ones(n, dtype=torch.bool)
     unused = []
