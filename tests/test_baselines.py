@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -68,6 +69,22 @@ def test_one_step_is_gradient_over_kappa() -> None:
     expected = [p - 0.1 * p.grad / k for p, k in zip(model.parameters(), kappa, strict=True)]
     PathSGD(model, 0.1).step()
     torch.testing.assert_close(state(model), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "around", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode], ids=["autocast", "inference"]
+)
+def test_a_step_inside_of_a_mode_is_the_same_step(around: Callable[[], AbstractContextManager[Any]]) -> None:
+    steps = []
+    for mode in (nullcontext, around):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+        optimizer = PathSGD(model, lr=0.01)
+        model(torch.randn(4, 12)).square().mean().backward()
+        with mode():
+            optimizer.step()
+        steps.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
 
 
 def test_a_network_without_hidden_units_is_trained_by_plain_sgd_bit_for_bit() -> None:

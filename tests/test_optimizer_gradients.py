@@ -239,3 +239,52 @@ def test_a_profiler_sees_steps_by_name_and_changes_nothing(kind: Kind) -> None:
     assert [event.count for event in profile.key_averages() if event.key == name] == [3]
     train(two, second, batches(3))
     assert_same(one, two)
+
+
+@kinds
+def test_a_hook_of_every_optimizer_changes_gradients_once(kind: Kind) -> None:
+    """Also where another optimizer takes the step inside of ours."""
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for p in [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]:
+            p.grad.mul_(0.5)
+
+    for x, y in batches(4):
+        for model, optimizer, scale in ((one, first, 1), (two, second, 0.5)):
+            optimizer.zero_grad()
+            (scale * nn.functional.cross_entropy(model(x), y)).backward()
+            handle = register_optimizer_step_pre_hook(halve) if scale == 1 else None
+            optimizer.step()
+            if handle is not None:
+                handle.remove()
+    assert_same(one, two)
+
+
+@kinds
+def test_a_hook_that_a_closure_registers_runs_in_the_same_step(kind: Kind) -> None:
+    model = Net()
+    optimizer = kind.make(model)
+    seen: list[str] = []
+    batch = batches(1)[0]
+
+    def closure() -> torch.Tensor:
+        optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+        return backward(model, optimizer, batch)
+
+    optimizer.step(closure)
+    assert seen == ["post"]
+
+
+@gspace_kinds
+def test_a_profiler_of_all_threads_sees_steps_too(kind: Kind) -> None:
+    model = Net()
+    optimizer = kind.make(model)
+    options = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=options
+    ) as profile:
+        train(model, optimizer, batches(2))
+    name = f"Optimizer.step#{type(optimizer).__name__}.step"
+    assert [event.count for event in profile.key_averages() if event.key == name] == [2]

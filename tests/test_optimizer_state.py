@@ -252,3 +252,17 @@ def test_weights_lent_to_an_average_come_back(kind: Kind) -> None:
     train(one, first, batches(5, seed=1))
     train(two, second, batches(5, seed=1))
     assert_same(one, two)
+
+
+@gspace_kinds
+def test_steps_do_not_change_a_state_taken_before_the_first(kind: Kind) -> None:
+    """To start over: torch's state is empty then, and nothing of ours may change in it either."""
+    one, two = Net(), Net()
+    first, second = kind.make(one), kind.make(two)
+    weights, state = deepcopy(one.state_dict()), first.state_dict()
+    train(one, first, batches(5, seed=1))
+    one.load_state_dict(weights)
+    first.load_state_dict(state)
+    train(one, first, batches(5))
+    train(two, second, batches(5))
+    assert_same(one, two)

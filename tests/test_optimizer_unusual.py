@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gspace
@@ -14,6 +16,7 @@ import zoo
 from contract import GSPACE, KINDS, Kind, Net, assert_same, backward, batches, chain, moved, train, values
 from gspace import PathSGD
 
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
 WAYS: dict[str, dict[str, Any]] = {"best": {}, "foreach": {"foreach": True}, "definition": {"foreach": False}}
 ways = pytest.mark.parametrize("way", WAYS)
@@ -309,3 +312,31 @@ def test_parameters_in_one_flat_buffer_train_as_in_buffers_of_their_own(
     assert optimizers[0].statistics()["way"] == optimizers[1].statistics()["way"]
     for p, q in zip(model.parameters(), flat.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+@gspace_kinds
+def test_a_scripted_part_gets_the_plain_step(kind: Kind) -> None:
+    torch.manual_seed(0)
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(6, 8), nn.ReLU()))
+    model = nn.Sequential(scripted, nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = kind.make(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(5, 6)).square().mean().backward()
+        optimizer.step()
+    assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_sharded_parameters_are_refused_by_name() -> None:
+    """As FSDP2 makes them."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        mesh = init_device_mesh("cpu", (1,))
+        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
+        for make in (gspace.GSGD, gspace.PathSGD):
+            with pytest.raises(ValueError, match=r"parameter '0\.weight' is sharded"):
+                make(model, 0.1)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -354,8 +354,23 @@ def test_what_flows_into_a_dead_unit_does_not_move_the_balance() -> None:
         (torch.tensor([3, 4]), torch.tensor([3, 5]), False),
         (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]), True),
         (torch.tensor([1 + 2j]), torch.tensor([1 + 3j]), False),
+        (torch.tensor([1.0]).to(torch.float8_e4m3fn), torch.tensor([1.0]).to(torch.float8_e4m3fn), True),
+        (torch.tensor([7], dtype=torch.uint16), torch.tensor([8], dtype=torch.uint16), False),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), True),
+        (torch.tensor([2**60]), torch.tensor([2**60 + 1]), False),
     ],
-    ids=["equal flags", "other flags", "NaN", "other counts", "equal complex", "other complex"],
+    ids=[
+        "equal flags",
+        "other flags",
+        "NaN",
+        "other counts",
+        "equal complex",
+        "other complex",
+        "equal float8",
+        "other uint16",
+        "equal sparse",
+        "other large counts",
+    ],
 )
 def test_buffers_of_any_kind_are_compared(mine: Tensor, theirs: Tensor, equal: bool) -> None:
     one, two = mlp(3, 4, 2), mlp(3, 4, 2)
@@ -393,3 +408,48 @@ def test_what_a_view_or_a_sum_takes_is_followed(view: Callable[[Tensor], Tensor]
         model, gspace.random_scales(model, torch.Generator().manual_seed(0), analysis=analysis), analysis=analysis
     )
     assert relative_change(before, model(x)) < 1e-12
+
+
+def test_an_analysis_of_other_widths_is_refused() -> None:
+    """Also where sizes are multiples of each other."""
+    narrow, wide = (nn.Sequential(nn.Linear(8, h, bias=False), nn.ReLU(), nn.Linear(h, 4, bias=False)) for h in (4, 8))
+    before = copy.deepcopy(wide.state_dict())
+    with pytest.raises(ValueError, match="the analysis is of another model"):
+        gspace.rescale_(wide, torch.full((4,), 2.0, dtype=torch.float64), analysis=gspace.analyze(narrow))
+    with pytest.raises(TypeError, match=r"analysis is what gspace\.analyze returns, got int"):
+        gspace.random_scales(wide, analysis=3)
+    assert all(torch.equal(before[name], value) for name, value in wide.state_dict().items())
+
+
+class Complex(nn.Module):
+    """A complex layer between real ones, whose units stay free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.front = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4)).double()
+        self.first, self.second = (nn.Linear(4, 4, dtype=torch.complex128) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(self.second(self.first(self.front(x).to(torch.complex128)))).flatten(1)
+
+
+def test_complex_weights_are_pinned_and_get_the_plain_optimizer() -> None:
+    model = Complex()
+    found = gspace.analyze(model)
+    assert found.H == 5
+    assert {"first.weight", "second.weight"} <= {pin.where for pin in found.pinned if pin.operation == "complex"}
+    other = gspace.rescale_(copy.deepcopy(model), gspace.random_scales(model))
+    assert gspace.are_equivalent(model, other)
+    with torch.no_grad():
+        other.second.weight[0, 0] *= 1j
+    assert not gspace.are_equivalent(model, other)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    for make in (lambda m: gspace.GSGD(m, 0.01), lambda m: gspace.InGSpace(m, torch.optim.SGD, lr=0.01)):
+        mine, plain = copy.deepcopy(model), copy.deepcopy(model)
+        for m, optimizer in ((mine, make(mine)), (plain, torch.optim.SGD(plain.parameters(), 0.01))):
+            m(x).square().mean().backward()
+            optimizer.step()
+        assert torch.equal(mine.second.weight, plain.second.weight)
+        assert torch.equal(mine.first.weight, plain.first.weight)
+        assert not torch.equal(mine.first.weight, model.first.weight)

@@ -2,8 +2,8 @@
 
 A step advances Ĩ and Õ along with the weights it writes. They depend on nothing but the values of skeleton weights, so
 they can be measured at any time; that is done before the next step whenever somebody else wrote, moved or loaded the
-weights. Coordinates that agree with the weights to rounding are kept as they are: saving, copying or resuming never
-changes a trajectory.
+weights. Coordinates that agree with the weights up to √eps, as far as rounding may take them in many steps, are kept as
+they are: saving, copying or resuming never changes a trajectory.
 
 Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 """
@@ -77,7 +77,7 @@ class GSpaceOptimizer(Optimizer):
         for name, value in defaults.items():
             if isinstance(value, float | Tensor) and value != value:
                 raise ValueError(f"{name} is not a number: {value}")
-        refuse_meta(model)
+        refuse_unusable(model)
         self.model = model
         self.batch_norm, self.allocation = batch_norm, allocation
         self.max_ratio, self.max_drift = max_ratio, max_drift
@@ -195,7 +195,7 @@ class GSpaceOptimizer(Optimizer):
             self._follow()
 
     def _follow(self) -> None:
-        """Takes Ĩ and Õ from the weights, except where they agree to rounding."""
+        """Takes Ĩ and Õ from the weights, except where they agree to √eps: many steps round that far."""
         moved = [(w.device, w.dtype) for w in self._weights] != self._home
         self._place() if moved else self._know_memory()
         fresh = self._measure()
@@ -262,8 +262,8 @@ class GSpaceOptimizer(Optimizer):
             "units": [(e.head, e.tail) for e in self.skeleton.edges],
             "reference_in": self._reference_in,
             "reference_out": self._reference_out,
-            "incoming": self.incoming,
-            "outgoing": self.outgoing,
+            "incoming": self.incoming.clone(),  # steps write them in place
+            "outgoing": self.outgoing.clone(),
         }
 
     def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
@@ -424,10 +424,15 @@ def _uncompiled(optimizer: GSpaceOptimizer, closure: Callable[[], Any] | None) -
     return optimizer._step(closure)
 
 
-def refuse_meta(model: nn.Module) -> None:
-    name = next((name for name, p in model.named_parameters() if p.is_meta), None)
-    if name is not None:
-        raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
+def refuse_unusable(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
+        if type(p.data).__name__ == "DTensor":
+            raise ValueError(
+                f"parameter {name!r} is sharded (a DTensor, as FSDP2 and tensor parallelism make them): "
+                "a step needs whole weights"
+            )
 
 
 def capturing() -> bool:

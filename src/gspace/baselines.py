@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gspace import saved
-from gspace.base import on_skeleton, refuse_meta, wanted
+from gspace.base import on_skeleton, refuse_unusable, wanted
 from gspace.graph import Analysis, Residual, analyze, analyzed
 from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
@@ -42,7 +42,8 @@ def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | 
     if not parameters:
         return []
     leaves, powers = [], {}
-    with torch.enable_grad():
+    exact = torch.autocast(parameters[0].device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), exact:
         for p in parameters:
             scaled = power(p.detach().to(torch.promote_types(p.dtype, torch.float32)), 2)
             leaves.append(Power(scaled.values.requires_grad_(), scaled.exponent, activation=False))
@@ -97,7 +98,7 @@ class PathSGD(Optimizer):
         analysis: Analysis | None = None,
     ) -> None:
         _require_model(model)
-        refuse_meta(model)
+        refuse_unusable(model)
         if not isinstance(interval, int) or interval < 1:
             raise ValueError(f"interval must be a positive number of steps, got {interval!r}")
         options: dict[str, Any] = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.devices import on_cpu
-from gspace.graph import Analysis, Edges, analyzed
+from gspace.graph import Analysis, Edges, analyzed, magnitude
 from gspace.scaling import Scales
 
 
@@ -53,7 +53,7 @@ def are_equivalent(
             )
     for e in found.edges:
         wa, wb = (e.view(x[e.name].detach()).cpu() for x in (a, b))
-        if bool((wa.sign() != wb.sign()).any()):
+        if not wa.is_complex() and bool((wa.sign() != wb.sign()).any()):  # a complex weight has no scale: pinned
             at = (wa.sign() != wb.sign()).nonzero()[0].tolist()
             return Equivalence(
                 False, f"signs differ: {e.name} (group, out, in, tap) {at} is {_at(wa, at)} and {_at(wb, at)}"
@@ -65,20 +65,29 @@ def are_equivalent(
     factors = {e.name: (e, c[e.head][:, :, None] / c[e.tail][:, None, :]) for e in found.edges}
     powers = {s.name: c[s.unit] ** s.power for s in found.statistics}
     for name in a:
-        x, y = a[name].detach().cpu(), b[name].detach().cpu()
-        x, y = (t.to(torch.uint8) if t.dtype == torch.bool else t for t in (x, y))
+        x, y = _comparable(a[name]), _comparable(b[name])
         if name in factors:
             e, factor = factors[name]
             x, y = e.view(x), e.view(y)
-            x = x.double() * factor.reshape(*factor.shape, *[1] * (x.dim() - 3))
+            x = x * factor.reshape(*factor.shape, *[1] * (x.dim() - 3))
         elif name in powers:
-            x = x.double() * powers[name]
-        tolerance = rtol if rtol is not None else 1e3 * (torch.finfo(y.dtype).eps if y.is_floating_point() else 0.0)
+            x = x * powers[name]
+        dtype = b[name].dtype
+        rounding = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+        tolerance = rtol if rtol is not None else 1e3 * rounding
         wrong = ~((x == y) | ((x - y).abs() <= tolerance * y.abs()))  # NaN agrees with nothing
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             return Equivalence(False, f"{name} {at} would be {_at(x, at)} but is {_at(y, at)}")
     return Equivalence(True, "every weight agrees", Scales(c[1:]))
+
+
+def _comparable(x: Tensor) -> Tensor:
+    """On the CPU, dense, in a dtype that has differences: float64, int64 or complex."""
+    x = x.detach().cpu()
+    x = x.dequantize() if x.is_quantized else x
+    x = x if x.layout == torch.strided else x.to_dense()
+    return x if x.is_complex() else x.double() if x.is_floating_point() else x.to(torch.int64)
 
 
 def _at(x: Tensor, index: list[int]) -> str:
@@ -93,7 +102,7 @@ def _solve(edges: Sequence[Edges], a: dict[str, Tensor], b: dict[str, Tensor], n
     known[0] = True
     links = []
     for e in edges:
-        wa, wb = (e.view(x[e.name].detach()).cpu().double().abs() for x in (a, b))
+        wa, wb = (magnitude(e.view(x[e.name].detach()).cpu()) for x in (a, b))
         size, tap = (wa * (wb > 0)).reshape(*wa.shape[:3], -1).max(3)
         ratio = (wb / wa).reshape(*wa.shape[:3], -1).gather(3, tap[..., None])[..., 0].log()
         links.append((e.head, e.tail, size, ratio))

@@ -46,6 +46,13 @@ class Edges:
     first: int
     last: int
 
+    def fits(self, parameter: Tensor) -> bool:
+        """Whether `parameter` has this many outputs and inputs."""
+        try:
+            return self.view(parameter).shape[:3] == (*self.head.shape, self.tail.shape[1])
+        except RuntimeError:  # it cannot be divided so
+            return False
+
     def view(self, parameter: Tensor) -> Tensor:
         """`parameter` as `(group, out, in, *taps)`, without a copy whatever its strides."""
         if parameter.numel() == 0:
@@ -54,6 +61,11 @@ class Edges:
             split = parameter.unflatten(0, (self.head.shape[0], -1))
             return split.transpose(1, 2) if self.swap else split
         return parameter.reshape(*self.head.shape, 1)
+
+
+def magnitude(weight: Tensor) -> Tensor:
+    """|w| in float64; complex weights have one too, though no scale of their own."""
+    return (weight if weight.is_complex() else weight.double()).abs().double()
 
 
 @dataclass(frozen=True)
@@ -193,12 +205,13 @@ def analyzed(model: nn.Module, analysis: Analysis | None, options: Mapping[str, 
     """What the caller has, or what `analyze(model, **options)` finds; both at once would contradict each other."""
     if analysis is None:
         return analyze(model, **options)
+    if not isinstance(analysis, Analysis):
+        raise TypeError(f"analysis is what gspace.analyze returns, got {type(analysis).__name__}")
     if options:
         raise ValueError(f"pass either analysis= or {', '.join(options)}=, not both")
     parameters = dict(model.named_parameters())
     for e in analysis.edges:
-        size = e.head.numel() * e.tail.shape[1]
-        if e.name not in parameters or parameters[e.name].numel() % max(size, 1):
+        if e.name not in parameters or not e.fits(parameters[e.name]):
             raise ValueError(
                 f"the analysis is of another model: this one has no parameter {e.name!r} of that size "
                 "(a wrapped model is another one: analyze what you pass here)"
@@ -217,6 +230,7 @@ def _solved(traced: Sequence[Traced], model: nn.Module, residual: Residual, pin:
         walker.run(one)
     _unfollowed(walk, model)
     _aliased(walk, model)
+    _complex(walk, model)
     return _assemble(walk, model, residual)
 
 
@@ -278,6 +292,13 @@ def _aliased(walk: Walk, model: nn.Module) -> None:
         for name in shared if len(shared) > 1 else ():
             others = ", ".join(other for other in shared if other != name)
             walk.misused.setdefault(name, PinnedAt(torch.empty(0), "alias", name, f"shares its memory with {others}"))
+
+
+def _complex(walk: Walk, model: nn.Module) -> None:
+    """A positive scale leaves the phase of a complex weight alone; paths and skeletons here are real."""
+    for name, p in model.named_parameters():
+        if p.is_complex():
+            walk.misused.setdefault(name, PinnedAt(torch.empty(0), "complex", name, "its values are complex"))
 
 
 # Solving the equations ------------------------------------------------------------------------------------------------

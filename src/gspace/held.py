@@ -11,7 +11,10 @@ class Held:
 
     def __init__(self, model: nn.Module) -> None:
         self.seen = [
-            (path, owner, dict(owner)) for path, m in model.named_modules() for owner in (m._parameters, m._modules)
+            (path, owner, dict(owner))
+            for path, m in model.named_modules()
+            for owner in (m._parameters, m._modules)
+            if isinstance(owner, dict)  # a scripted module has its own containers, and cannot be changed
         ]
         self.owners = [owner for _, owner, _ in self.seen]
         self.sizes = list(map(len, self.owners))

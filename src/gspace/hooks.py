@@ -6,6 +6,7 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch._C._autograd import _profiler_enabled
+from torch.autograd import profiler
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 P = ParamSpec("P")
@@ -22,9 +23,11 @@ def hooked(func: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(func)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         optimizer = cast(Optimizer, args[0])
-        plain = not (
-            torch.compiler.is_compiling()
+        plain = len(args) == 1 and not (  # a closure may register hooks
+            kwargs
+            or torch.compiler.is_compiling()
             or _profiler_enabled()
+            or profiler._is_profiler_enabled  # in any thread
             or optimizer._optimizer_step_pre_hooks
             or optimizer._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks

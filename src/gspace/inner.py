@@ -129,12 +129,18 @@ class InGSpace(GSpaceOptimizer):
         read = self._read()
         if read is None:
             self._hide()
-            self.inner.step()
+            self._step_inner()
         else:
             self._show(*read)
-            self.inner.step()
+            self._step_inner()
             self._allocate(read[0])
         return loss
+
+    def _step_inner(self) -> None:
+        """Hooks on every optimizer run around this step, not again within it: torch's wrapper is left out."""
+        step: Any = type(self.inner).step
+        own = self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks
+        (step.__wrapped__ if getattr(step, "hooked", False) and not own else step)(self.inner)
 
     def _hide(self) -> None:
         """No gradient: the inner optimizer leaves path values alone."""

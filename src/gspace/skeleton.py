@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gspace.balance import balanced_log_scales
 from gspace.devices import on_cpu
-from gspace.graph import Analysis, Edges, analyzed
+from gspace.graph import Analysis, Edges, analyzed, magnitude
 
 Choice = Literal["aligned", "pivoted"]
 ONLY_ZEROS = "have only zero weights on one side"
@@ -137,14 +137,13 @@ def _balanced_size(edges: Sequence[Edges], weights: Mapping[str, Tensor], n: int
     """|w| in the balanced representative, `(group, out, in, tap)`: what does not depend on the scales."""
     x = balanced_log_scales(edges, weights, n).cpu()
     return [
-        _taps(e, weights[e.name]).abs() * (x[e.head][:, :, None, None] - x[e.tail][:, None, :, None]).exp()
-        for e in edges
+        _sizes(e, weights[e.name]) * (x[e.head][:, :, None, None] - x[e.tail][:, None, :, None]).exp() for e in edges
     ]
 
 
-def _taps(e: Edges, weight: Tensor) -> Tensor:
-    """The weight as `(group, out, in, tap)`, float64, on the CPU."""
-    view = e.view(weight.detach()).double().cpu()
+def _sizes(e: Edges, weight: Tensor) -> Tensor:
+    """|w| as `(group, out, in, tap)`, float64, on the CPU."""
+    view = e.view(magnitude(weight.detach())).cpu()
     return view.reshape(*view.shape[:3], math.prod(view.shape[3:]))
 
 
@@ -190,7 +189,7 @@ def _pick(
         wanted = (chosen[here] == k) & (here > 0)
         if not bool(wanted.any()):
             continue
-        w = _taps(e, weights[e.name])
+        w = _sizes(e, weights[e.name])
         flat = _flat_index(e, weights[e.name])
         if side == "tail":
             w, flat = w.transpose(1, 2), flat.transpose(1, 2)
@@ -204,7 +203,7 @@ def _pick(
             g, a = (wanted & _best_place(here, best)).nonzero(as_tuple=True)
             b, tap = at[g, a] // s.shape[3], at[g, a] % s.shape[3]
         u = here[g, a]
-        index[u], size[u], other[u] = flat[g, a, b, tap], w[g, a, b, tap].abs(), there[g, b]
+        index[u], size[u], other[u] = flat[g, a, b, tap], w[g, a, b, tap], there[g, b]
     return index, size, other
 
 

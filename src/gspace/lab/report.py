@@ -29,7 +29,9 @@ from gspace.lab.tabulate import MEASURES, Found, outcome, tables, write
 TITLE = "Measured with gspace"
 READING = (
     "Numbers are mean ± sample standard deviation (number of runs). A run that diverged is counted, not averaged. "
-    "Differences are between runs of one seed. Curves are means; the band is from the smallest to the largest run."
+    "Differences are between runs of one seed. Curves are means; the band is from the smallest to the largest run. "
+    "Training loss is, in tables, that of the finished network on all training images as they are; in curves, the mean "
+    "over the batches since the last point, as they were trained on."
 )
 
 
