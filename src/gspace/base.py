@@ -8,7 +8,6 @@ they are: saving, copying or resuming never changes a trajectory.
 Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -21,11 +20,19 @@ from torch.optim.optimizer import Optimizer
 
 from gspace import saved
 from gspace import step as algorithm
+from gspace.arguments import (
+    require_guards,
+    require_model,
+    require_numbers,
+    require_one_of,
+    wanted,
+    warn_of_zeros,
+)
 from gspace.balance import balanced_log_scales
 from gspace.graph import Analysis, Residual, analyzed
 from gspace.held import Held
 from gspace.hooks import hooked
-from gspace.skeleton import ONLY_ZEROS, Skeleton, build_skeleton, path_products, skeleton_values
+from gspace.skeleton import Skeleton, build_skeleton, path_products, skeleton_values
 from gspace.step import BatchNormRule, Layer
 from gspace.trace import Inputs
 
@@ -64,20 +71,12 @@ class GSpaceOptimizer(Optimizer):
         max_drift: float,
         allocation: Allocation,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"the first argument is the model, not its parameters; got {type(model).__name__}")
-        _one_of("batch_norm", batch_norm, ("released", "paper"))
-        _one_of("reference", reference, (None, "one", "balanced"))
-        _one_of("allocation", allocation, ("fixed", "spread"))
-        for name, bound in (("max_ratio", max_ratio), ("max_drift", max_drift)):
-            if not bound >= 1:
-                raise ValueError(f"{name} must be at least 1 (1: held, inf: no bound), got {bound}")
-        if allocation == "spread" and max_ratio == float("inf"):
-            raise ValueError("allocation='spread' takes roots of path ratios and needs a finite max_ratio")
-        for name, value in defaults.items():
-            if isinstance(value, float | Tensor) and value != value:
-                raise ValueError(f"{name} is not a number: {value}")
-        refuse_unusable(model)
+        require_model(model)
+        require_one_of("batch_norm", batch_norm, ("released", "paper"))
+        require_one_of("reference", reference, (None, "one", "balanced"))
+        require_one_of("allocation", allocation, ("fixed", "spread"))
+        require_guards(max_ratio, max_drift, allocation)
+        require_numbers(defaults)
         self.model = model
         self.batch_norm, self.allocation = batch_norm, allocation
         self.max_ratio, self.max_drift = max_ratio, max_drift
@@ -88,7 +87,7 @@ class GSpaceOptimizer(Optimizer):
             reference = "one" if on_skeleton(model, self.analysis) else "balanced"
         self.reference: Reference = reference
         self._adopt(self._find_skeleton())
-        self._warn_of_zeros()
+        warn_of_zeros(self.skeleton, type(self).__name__, stacklevel=3)
         self._ready = True
 
     # Construction -----------------------------------------------------------------------------------------------------
@@ -101,17 +100,6 @@ class GSpaceOptimizer(Optimizer):
         trained = {name for name, p in self.model.named_parameters() if id(p) in mine}
         choice: Literal["aligned", "pivoted"] = "aligned" if self.reference == "one" else "pivoted"
         return build_skeleton(self.model, self.analysis, choice=choice, trained=trained)
-
-    def _warn_of_zeros(self) -> None:
-        for told in self.skeleton.unused:
-            if told.endswith(ONLY_ZEROS):
-                warnings.warn(
-                    f"{told}: they have no path value, and their weights get plain SGD as long as this "
-                    f"{type(self).__name__} lives. Make it after a few steps of another optimizer, or start from "
-                    "small weights instead of zeros.",
-                    UserWarning,
-                    stacklevel=4,
-                )
 
     def _adopt(self, skeleton: Skeleton) -> None:
         """Takes a skeleton and measures its reference in the weights of now."""
@@ -424,17 +412,6 @@ def _uncompiled(optimizer: GSpaceOptimizer, closure: Callable[[], Any] | None) -
     return optimizer._step(closure)
 
 
-def refuse_unusable(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if p.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
-        if type(p.data).__name__ == "DTensor":
-            raise ValueError(
-                f"parameter {name!r} is sharded (a DTensor, as FSDP2 and tensor parallelism make them): "
-                "a step needs whole weights"
-            )
-
-
 def capturing() -> bool:
     """Whether a CUDA graph is being recorded: nothing may be read from the device then."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -443,16 +420,3 @@ def capturing() -> bool:
 def wide(x: Tensor) -> Tensor:
     """At least float32: a ratio near 1 has no place in 16 bits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def wanted(example_input: Inputs | None, residual: Residual, pin: Iterable[str]) -> dict[str, Any]:
-    """What of this is to be told to `analyze`."""
-    options: dict[str, Any] = {} if example_input is None else {"example_input": example_input}
-    options |= {"residual": residual} if residual != "pin" else {}
-    names = (pin,) if isinstance(pin, str) else tuple(pin)
-    return options | ({"pin": names} if names else {})
-
-
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(repr(a) for a in allowed)}, got {value!r}")

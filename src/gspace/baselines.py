@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gspace import saved
-from gspace.base import on_skeleton, refuse_unusable, wanted
+from gspace.arguments import require_model, wanted
+from gspace.base import on_skeleton
 from gspace.graph import Analysis, Residual, analyze, analyzed
 from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
@@ -20,11 +21,6 @@ from gspace.pathsum import PathGraph, as_input_of, path_graph
 from gspace.skeleton import Choice, build_skeleton
 from gspace.step import Number, plan
 from gspace.trace import Inputs
-
-
-def _require_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the first argument is the model, not its parameters; got {type(model).__name__}")
 
 
 def _own_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -97,8 +93,7 @@ class PathSGD(Optimizer):
         example_input: Inputs | None = None,
         analysis: Analysis | None = None,
     ) -> None:
-        _require_model(model)
-        refuse_unusable(model)
+        require_model(model)
         if not isinstance(interval, int) or interval < 1:
             raise ValueError(f"interval must be a positive number of steps, got {interval!r}")
         options: dict[str, Any] = {
@@ -233,7 +228,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         pin: Iterable[str] = (),
         **options: Any,
     ) -> None:
-        _require_model(model)
+        require_model(model)
         super().__init__(list(model.parameters()) if params is None else params, lr, **options)
         found = analyzed(model, analysis, wanted(example_input, residual, pin))
         choice: Choice = "aligned" if on_skeleton(model, found) else "pivoted"

@@ -1,0 +1,64 @@
+"""What an optimizer is given: refused before anything is changed, or warned of."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from gspace.graph import Residual
+from gspace.skeleton import ONLY_ZEROS, Skeleton
+from gspace.trace import Inputs
+
+
+def require_model(model: Any) -> None:
+    """A module whose parameters are here, with their values."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the first argument is the model, not its parameters; got {type(model).__name__}")
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
+        if type(p.data).__name__ == "DTensor":
+            raise ValueError(
+                f"parameter {name!r} is sharded (a DTensor, as FSDP2 and tensor parallelism make them): "
+                "a step needs whole weights"
+            )
+
+
+def require_one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(repr(a) for a in allowed)}, got {value!r}")
+
+
+def require_guards(max_ratio: float, max_drift: float, allocation: str) -> None:
+    for name, bound in (("max_ratio", max_ratio), ("max_drift", max_drift)):
+        if not bound >= 1:
+            raise ValueError(f"{name} must be at least 1 (1: held, inf: no bound), got {bound}")
+    if allocation == "spread" and max_ratio == float("inf"):
+        raise ValueError("allocation='spread' takes roots of path ratios and needs a finite max_ratio")
+
+
+def require_numbers(defaults: Mapping[str, Any]) -> None:
+    for name, value in defaults.items():
+        if isinstance(value, float | Tensor) and value != value:
+            raise ValueError(f"{name} is not a number: {value}")
+
+
+def wanted(example_input: Inputs | None, residual: Residual, pin: Iterable[str]) -> dict[str, Any]:
+    """What of this is to be told to `analyze`."""
+    options: dict[str, Any] = {} if example_input is None else {"example_input": example_input}
+    options |= {"residual": residual} if residual != "pin" else {}
+    names = (pin,) if isinstance(pin, str) else tuple(pin)
+    return options | ({"pin": names} if names else {})
+
+
+def warn_of_zeros(skeleton: Skeleton, owner: str, stacklevel: int) -> None:
+    """Units that get plain SGD because nothing tells their scale; the caller may not expect it."""
+    for told in skeleton.unused:
+        if told.endswith(ONLY_ZEROS):
+            warnings.warn(
+                f"{told}: they have no path value, and their weights get plain SGD as long as this {owner} lives. "
+                "Make it after a few steps of another optimizer, or start from small weights instead of zeros.",
+                UserWarning,
+                stacklevel=stacklevel + 1,
+            )
