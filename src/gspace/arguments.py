@@ -53,12 +53,12 @@ def wanted(example_input: Inputs | None, residual: Residual, pin: Iterable[str])
 
 
 def warn_of_zeros(skeleton: Skeleton, owner: str, stacklevel: int) -> None:
-    """Units that get plain SGD because nothing tells their scale; the caller may not expect it."""
+    """Units that stay outside of G-space because nothing tells their scale; the caller may not expect it."""
     for told in skeleton.unused:
         if told.endswith(ONLY_ZEROS):
             warnings.warn(
-                f"{told}: they have no path value, and their weights get plain SGD as long as this {owner} lives. "
-                "Make it after a few steps of another optimizer, or start from small weights instead of zeros.",
+                f"{told}: they have no path value, and their weights stay outside of G-space as long as this {owner} "
+                "lives. Make it after a few steps of another optimizer, or start from small weights instead of zeros.",
                 UserWarning,
                 stacklevel=stacklevel + 1,
             )
