@@ -250,8 +250,8 @@ class GSpaceOptimizer(Optimizer):
             "units": [(e.head, e.tail) for e in self.skeleton.edges],
             "reference_in": self._reference_in,
             "reference_out": self._reference_out,
-            "incoming": self.incoming.clone(),  # steps write them in place
-            "outgoing": self.outgoing.clone(),
+            "incoming": self.incoming,
+            "outgoing": self.outgoing,
         }
 
     def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
@@ -282,7 +282,10 @@ class GSpaceOptimizer(Optimizer):
         self._seen = None  # the weights may be loaded after this, or before, or never
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with "gspace": skeleton and coordinates. Hooks see all of it."""
+        """As torch's, with "gspace": skeleton and coordinates. Hooks see all of it.
+
+        It holds what steps write in place, not copies: copy it to keep it beside further steps.
+        """
         return saved.save(self, super().state_dict, {"gspace": self._own_state()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

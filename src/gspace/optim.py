@@ -112,7 +112,7 @@ class GSGD(GSpaceOptimizer):
         self._root_state: dict[str, Tensor] = {}  # as `state` for a parameter, for the trained skeleton paths
 
     def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "root_state": {key: value.clone() for key, value in self._root_state.items()}}
+        return {**super()._own_state(), "root_state": dict(self._root_state)}  # momentum that comes later is not in it
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
         super()._load_own_state(own)
