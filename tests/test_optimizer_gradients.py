@@ -1,5 +1,6 @@
 """Gradients that are missing, sparse, not finite, maximized; closures and hooks."""
 
+import functools
 import math
 from typing import Any
 
@@ -220,13 +221,24 @@ def test_hooks_of_every_optimizer_run_too(kind: Kind) -> None:
     ]
     try:
         train(model, optimizer, batches(1))
-        handles.pop().remove()
+        handles.pop(0).remove()
         train(model, optimizer, batches(1))
     finally:
         for handle in handles:
             handle.remove()
     train(model, optimizer, batches(1))
-    assert seen == ["pre", "post", "pre"]
+    assert seen == ["pre", "post", "post"]
+
+
+@kinds
+@pytest.mark.parametrize("which", ["pre", "post"])
+def test_one_hook_alone_runs(kind: Kind, which: str) -> None:
+    model = Net()
+    optimizer = kind.make(model)
+    seen: list[str] = []
+    getattr(optimizer, f"register_step_{which}_hook")(lambda *_: seen.append(which))
+    train(model, optimizer, batches(1))
+    assert seen == [which]
 
 
 @kinds
@@ -275,6 +287,8 @@ def test_a_hook_that_a_closure_registers_runs_in_the_same_step(kind: Kind) -> No
 
     optimizer.step(closure)
     assert seen == ["post"]
+    optimizer.step(closure=closure)
+    assert seen == ["post"] * 3
 
 
 @gspace_kinds
@@ -288,3 +302,34 @@ def test_a_profiler_of_all_threads_sees_steps_too(kind: Kind) -> None:
         train(model, optimizer, batches(2))
     name = f"Optimizer.step#{type(optimizer).__name__}.step"
     assert [event.count for event in profile.key_averages() if event.key == name] == [2]
+
+
+class Watched(torch.optim.SGD):
+    """Counts its steps, in ways that others wrap a step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.count = 0
+
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+
+def test_an_inner_optimizer_keeps_its_own_step_and_hooks() -> None:
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # from now on torch's wrapper is around its step
+    model = Net()
+    optimizer = gspace.InGSpace(model, Watched, lr=0.1)
+    train(model, optimizer, batches(2))
+    assert optimizer.inner.count == 2
+
+    optimizer = gspace.InGSpace(model, torch.optim.SGD, lr=0.1)
+    seen: list[str] = []
+    handle = optimizer.inner.register_step_post_hook(lambda *_: seen.append("own"))
+    train(model, optimizer, batches(1))
+    handle.remove()
+    plain = optimizer.inner.step
+    optimizer.inner.step = lambda: (seen.append("put there"), plain())[1]
+    train(model, optimizer, batches(1))
+    assert seen == ["own", "put there"]

@@ -91,7 +91,7 @@ def test_units_without_weights_at_construction_come_with_the_state(kind: Kind) -
     one, two = contract.chain(), contract.chain(seed=1)
     with torch.no_grad():
         one[7].weight[:, :2] = 0
-    with pytest.warns(UserWarning, match="2 units have only zero weights on one side"):
+    with pytest.warns(UserWarning, match="2 units have skeleton weights of 0"):
         first = kind.make(one)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,6 +1,7 @@
 """The group of rescalings: its laws, its balanced representatives, and who lies in one orbit."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -102,7 +103,7 @@ REFUSED: dict[str, tuple[Tensor, str]] = {
     "one too few": (torch.ones(12), "13"),
     "one too many": (torch.ones(14), "13"),
     "a matrix": (torch.ones(13, 1), "one value per unit"),
-    "overflow": (torch.tensor([1.0] * 12 + [1e39], dtype=torch.float64), "range"),
+    "overflow": (torch.tensor([1.0] * 12 + [1e45], dtype=torch.float64), "range"),
     "underflow": (torch.tensor([1.0] * 12 + [1e-50], dtype=torch.float64), "range"),
 }
 
@@ -358,6 +359,11 @@ def test_what_flows_into_a_dead_unit_does_not_move_the_balance() -> None:
         (torch.tensor([7], dtype=torch.uint16), torch.tensor([8], dtype=torch.uint16), False),
         (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), True),
         (torch.tensor([2**60]), torch.tensor([2**60 + 1]), False),
+        (torch.tensor([0]), torch.tensor([-(2**63)]), False),
+        (torch.tensor([math.inf]), torch.tensor([math.inf]), True),
+        (torch.tensor([math.inf]), torch.tensor([-math.inf]), False),
+        (torch.tensor([1.0]), torch.tensor([math.inf]), False),
+        (torch.tensor([1.0 + 0j]), torch.tensor([1.0]), False),
     ],
     ids=[
         "equal flags",
@@ -370,6 +376,11 @@ def test_what_flows_into_a_dead_unit_does_not_move_the_balance() -> None:
         "other uint16",
         "equal sparse",
         "other large counts",
+        "counts too far apart",
+        "equal inf",
+        "other inf",
+        "inf",
+        "complex and real",
     ],
 )
 def test_buffers_of_any_kind_are_compared(mine: Tensor, theirs: Tensor, equal: bool) -> None:
@@ -410,12 +421,26 @@ def test_what_a_view_or_a_sum_takes_is_followed(view: Callable[[Tensor], Tensor]
     assert relative_change(before, model(x)) < 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_equivalence_allows_roundings_and_no_more(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = mlp(8, *[8] * 10, 4).to(dtype)
+    other = gspace.rescale_(copy.deepcopy(model), gspace.random_scales(model, torch.Generator().manual_seed(0)))
+    assert gspace.are_equivalent(model, other)
+    with torch.no_grad():
+        other[0].weight[0, 1] *= 1.5
+    assert not gspace.are_equivalent(model, other)
+
+
 def test_an_analysis_of_other_widths_is_refused() -> None:
     """Also where sizes are multiples of each other."""
     narrow, wide = (nn.Sequential(nn.Linear(8, h, bias=False), nn.ReLU(), nn.Linear(h, 4, bias=False)) for h in (4, 8))
     before = copy.deepcopy(wide.state_dict())
     with pytest.raises(ValueError, match="the analysis is of another model"):
         gspace.rescale_(wide, torch.full((4,), 2.0, dtype=torch.float64), analysis=gspace.analyze(narrow))
+    longer = nn.Sequential(nn.Linear(16, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    with pytest.raises(ValueError, match="the analysis is of another model"):
+        gspace.random_scales(longer, analysis=gspace.analyze(narrow))
     with pytest.raises(TypeError, match=r"analysis is what gspace\.analyze returns, got int"):
         gspace.random_scales(wide, analysis=3)
     assert all(torch.equal(before[name], value) for name, value in wide.state_dict().items())

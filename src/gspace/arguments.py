@@ -20,8 +20,8 @@ def require_model(model: Any) -> None:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
         if type(p.data).__name__ == "DTensor":
             raise ValueError(
-                f"parameter {name!r} is sharded (a DTensor, as FSDP2 and tensor parallelism make them): "
-                "a step needs whole weights"
+                f"parameter {name!r} is a DTensor (FSDP2 and tensor parallelism make them): "
+                "a step needs whole weights, as ordinary tensors"
             )
 
 
@@ -57,8 +57,8 @@ def warn_of_zeros(skeleton: Skeleton, owner: str, stacklevel: int) -> None:
     for told in skeleton.unused:
         if told.endswith(ONLY_ZEROS):
             warnings.warn(
-                f"{told}: they have no path value, and their weights stay outside of G-space as long as this {owner} "
-                "lives. Make it after a few steps of another optimizer, or start from small weights instead of zeros.",
+                f"{told}: they have no path value, and their weights stay outside of G-space. Make the {owner} "
+                "after a few steps of another optimizer, or start from small weights instead of zeros.",
                 UserWarning,
                 stacklevel=stacklevel + 1,
             )

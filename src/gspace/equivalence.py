@@ -39,7 +39,7 @@ def are_equivalent(
     ground, where it is 1; the largest such weight is used. All weights are then compared.
 
     Args:
-        rtol: Largest relative difference of a weight; by default 1e3 roundings of its dtype.
+        rtol: Largest relative difference of a weight; by default 1e3 roundings of its dtype, 10 if it has 16 bits.
         absorbed: Also allow scaling of the rows before BatchNorm, which is exact only as ε → 0.
     """
     found = analyzed(model_a, analysis, options)
@@ -47,6 +47,8 @@ def are_equivalent(
     if a.keys() != b.keys():
         return Equivalence(False, f"only one of the models has {sorted(a.keys() ^ b.keys())[0]!r}")
     for name in a:
+        if a[name].is_complex() != b[name].is_complex():
+            return Equivalence(False, f"{name} is complex in one of the models")
         if a[name].shape != b[name].shape:
             return Equivalence(
                 False, f"{name} has shape {tuple(a[name].shape)} in one and {tuple(b[name].shape)} in the other"
@@ -72,10 +74,11 @@ def are_equivalent(
             x = x * factor.reshape(*factor.shape, *[1] * (x.dim() - 3))
         elif name in powers:
             x = x * powers[name]
-        dtype = b[name].dtype
-        rounding = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
-        tolerance = rtol if rtol is not None else 1e3 * rounding
-        wrong = ~((x == y) | ((x - y).abs() <= tolerance * y.abs()))  # NaN agrees with nothing
+        tolerance, least = _tolerance(b[name].dtype) if rtol is None else (rtol, 0.0)
+        right = x == y  # NaN agrees with nothing, and inf with itself alone
+        if tolerance:
+            right |= (x - y).isfinite() & ((x - y).abs() <= tolerance * y.abs() + least)
+        wrong = ~right
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             return Equivalence(False, f"{name} {at} would be {_at(x, at)} but is {_at(y, at)}")
@@ -88,6 +91,14 @@ def _comparable(x: Tensor) -> Tensor:
     x = x.dequantize() if x.is_quantized else x
     x = x if x.layout == torch.strided else x.to_dense()
     return x if x.is_complex() else x.double() if x.is_floating_point() else x.to(torch.int64)
+
+
+def _tolerance(dtype: torch.dtype) -> tuple[float, float]:
+    """1e3 roundings, 10 where one is large already (16 bits and less), and the smallest number there is."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0, 0.0
+    limits = torch.finfo(dtype)
+    return limits.eps * (1e3 if limits.eps < 1e-4 else 10), limits.tiny * limits.eps
 
 
 def _at(x: Tensor, index: list[int]) -> str:

@@ -14,7 +14,7 @@ class Held:
             (path, owner, dict(owner))
             for path, m in model.named_modules()
             for owner in (m._parameters, m._modules)
-            if isinstance(owner, dict)  # a scripted module has its own containers, and cannot be changed
+            if isinstance(owner, dict)  # a scripted module has others: changes in it are not noticed
         ]
         self.owners = [owner for _, owner, _ in self.seen]
         self.sizes = list(map(len, self.owners))

@@ -1,8 +1,11 @@
-"""Calls a step as torch.optim does, at less cost: its name goes to a profiler only while there is one."""
+"""Calls a step as torch.optim does, at less cost: its name goes to a profiler only while there is one.
+
+torch wraps the `step` of every class of optimizers: hooks of the optimizer, hooks of all optimizers, a name.
+"""
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch._C._autograd import _profiler_enabled
@@ -11,6 +14,7 @@ from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _glob
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_WRAPPER = Optimizer.profile_hook_step(len).__code__  # what tells torch's wrapper from one that others put around it
 
 
 def hooked(func: Callable[P, R]) -> Callable[P, R]:
@@ -36,3 +40,15 @@ def hooked(func: Callable[P, R]) -> Callable[P, R]:
         return (func if plain else named)(*args, **kwargs)
 
     return call
+
+
+def step_within(optimizer: Optimizer) -> None:
+    """A step inside of another optimizer's: hooks of all optimizers run around that one, and not again here."""
+    step = optimizer.step
+    function = getattr(step, "__func__", None)
+    if getattr(function, "__code__", None) is not _WRAPPER:
+        step()
+    elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        step()  # hooks of its own need the wrapper
+    else:
+        cast(Any, function).__wrapped__(optimizer)

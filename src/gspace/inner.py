@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 from gspace import step as algorithm
 from gspace.base import Allocation, GSpaceOptimizer, Reference, wide
 from gspace.graph import Analysis, Residual
+from gspace.hooks import step_within
 from gspace.step import BatchNormRule, Layer
 from gspace.trace import Inputs
 
@@ -129,18 +130,12 @@ class InGSpace(GSpaceOptimizer):
         read = self._read()
         if read is None:
             self._hide()
-            self._step_inner()
+            step_within(self.inner)
         else:
             self._show(*read)
-            self._step_inner()
+            step_within(self.inner)
             self._allocate(read[0])
         return loss
-
-    def _step_inner(self) -> None:
-        """Hooks on every optimizer run around this step, not again within it: torch's wrapper is left out."""
-        step: Any = type(self.inner).step
-        own = self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks
-        (step.__wrapped__ if getattr(step, "hooked", False) and not own else step)(self.inner)
 
     def _hide(self) -> None:
         """No gradient: the inner optimizer leaves path values alone."""

@@ -22,7 +22,7 @@ from gspace.devices import on_cpu
 from gspace.graph import Analysis, Edges, analyzed, magnitude
 
 Choice = Literal["aligned", "pivoted"]
-ONLY_ZEROS = "have only zero weights on one side"
+ONLY_ZEROS = "have skeleton weights of 0 (in the first weight that writes them or the last that reads them)"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def build_skeleton(
         choice: "aligned" takes the diagonal, as the paper does; "pivoted" the largest |w| in the balanced
             representative, for networks that were not initialised on the skeleton.
         trained: Names of the parameters that are trained (default: those that require a gradient). A unit that
-            touches any other parameter is left out, as is one without a non-zero weight on both sides.
+            touches any other parameter is left out, as is one whose skeleton weight is 0 on a side.
     """
     if choice not in ("aligned", "pivoted"):
         raise ValueError(f"choice must be 'aligned' or 'pivoted', got {choice!r}")
