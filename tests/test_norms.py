@@ -67,6 +67,15 @@ def test_gradients_of_the_path_norm_are_those_of_the_enumerated_sum(kind: type[S
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
+def test_the_phase_of_complex_weights_does_not_count() -> None:
+    model = nn.Sequential(*(nn.Linear(*sizes, bias=False, dtype=torch.complex128) for sizes in ((3, 4), (4, 2))))
+    real = gspace.path_norm(model)
+    with torch.no_grad():
+        model[0].weight *= 1j
+    assert real.log.isfinite()
+    torch.testing.assert_close(gspace.path_norm(model).log, real.log)
+
+
 def test_gradients_of_the_path_norm_match_finite_differences() -> None:
     case = next(c for c in CASES if c.name == "functional")
     model = build(case)

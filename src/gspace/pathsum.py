@@ -153,11 +153,12 @@ class _Pass:
             return t
         if not isinstance(t, Tensor):
             t = torch.full((), t, dtype=self.dtype, device=self.device)
-        if not isinstance(t, nn.Parameter):
-            return power(t.to(self.dtype), self.p)
-        if id(t) not in self.powers:
-            self.powers[id(t)] = power(t.to(self.dtype), self.p)
-        return self.powers[id(t)]
+        known = self.powers.get(id(t)) if isinstance(t, nn.Parameter) else None
+        if known is None:
+            known = power((t.abs() if t.is_complex() else t).to(self.dtype), self.p)
+            if isinstance(t, nn.Parameter):
+                self.powers[id(t)] = known
+        return known
 
     def _constant(self, t: Any) -> Any:
         return self.raised(t) if isinstance(t, nn.Parameter) else t
