@@ -112,21 +112,17 @@ NETWORKS: Mapping[str, Network] = {
 }
 
 Rate = float | Tensor
-Maker = Callable[[nn.Module, Rate, float], Any]
-
-
-def _inner(model: nn.Module, lr: Rate, momentum: float) -> Any:
-    return gspace.InGSpace(model, torch.optim.SGD, lr=lr, momentum=momentum)
+Maker = Callable[[nn.Module, Rate, float, Tensor], Any]  # model, rate, momentum, a batch
 
 
 OPTIMIZERS: Mapping[str, Maker] = {
-    "SGD fused": lambda model, lr, mu: torch.optim.SGD(model.parameters(), lr, momentum=mu, fused=True),
-    "SGD foreach": lambda model, lr, mu: torch.optim.SGD(model.parameters(), lr, momentum=mu, foreach=True),
-    "GSGD fused": lambda model, lr, mu: gspace.GSGD(model, lr, momentum=mu, fused=True),
-    "GSGD foreach": lambda model, lr, mu: gspace.GSGD(model, lr, momentum=mu, foreach=True),
-    "GSGD definition": lambda model, lr, mu: gspace.GSGD(model, lr, momentum=mu, foreach=False),
-    "InGSpace(SGD)": _inner,
-    "PathSGD": lambda model, lr, mu: PathSGD(model, lr, momentum=mu),
+    "SGD fused": lambda model, lr, mu, _: torch.optim.SGD(model.parameters(), lr, momentum=mu, fused=True),
+    "SGD foreach": lambda model, lr, mu, _: torch.optim.SGD(model.parameters(), lr, momentum=mu, foreach=True),
+    "GSGD fused": lambda model, lr, mu, _: gspace.GSGD(model, lr, momentum=mu, fused=True),
+    "GSGD foreach": lambda model, lr, mu, _: gspace.GSGD(model, lr, momentum=mu, foreach=True),
+    "GSGD definition": lambda model, lr, mu, _: gspace.GSGD(model, lr, momentum=mu, foreach=False),
+    "InGSpace(SGD)": lambda model, lr, mu, _: gspace.InGSpace(model, torch.optim.SGD, lr=lr, momentum=mu),
+    "PathSGD": lambda model, lr, mu, x: PathSGD(model, lr, momentum=mu, example_input=x),
 }
 FUSED, FOREACH, OURS = "SGD fused", "SGD foreach", "GSGD fused"
 
@@ -307,7 +303,7 @@ def time_iteration(
             classes = [p for p in model.parameters() if p.dim() == 2][-1].shape[0]
             y = torch.randint(classes, (network.batch,), generator=torch.Generator().manual_seed(0)).to(device)
             rate: Rate = torch.tensor(1e-5, device=device) if device == "cuda" and "foreach" not in label else 1e-5
-            optimizer = OPTIMIZERS[label.removesuffix(" again")](model, rate, momentum)
+            optimizer = OPTIMIZERS[label.removesuffix(" again")](model, rate, momentum, x)
             once = iteration(model, optimizer, x, y, precision, compiled="compiled" in mode)
             try:
                 once()
@@ -327,10 +323,11 @@ def time_step(
 ) -> list[Time]:  # fmt: skip
     """The step alone, on gradients that stay."""
     calls: dict[str, Callable[[], object]] = {}
+    x = torch.zeros(1, *network.shape, device=setting.device)
     for label in [*optimizers, f"{baseline} again"]:
         model = with_gradients(built(network, setting.device))
         rate: Rate = torch.tensor(1e-6, device="cuda") if setting.device == "cuda" and "foreach" not in label else 1e-6
-        optimizer = OPTIMIZERS[label.removesuffix(" again")](model, rate, momentum)
+        optimizer = OPTIMIZERS[label.removesuffix(" again")](model, rate, momentum, x)
         calls[label] = captured(optimizer.step, lambda: None) if mode == "graph" else optimizer.step
     clock = by_device if setting.device == "cuda" and mode != "eager" else by_host
     times = interleave(calls, clock, setting.repeats)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ pytest.importorskip("matplotlib")
 
 from gspace.lab.archive import read_records
 from gspace.lab.document import markdown
+from gspace.lab.models import build_model
 from gspace.lab.report import assemble
 from gspace.lab.tables import EXPERIMENTS
 
@@ -114,3 +116,14 @@ def test_the_pages_of_the_benchmarks_are_those_of_their_records() -> None:
     for cells in compared:
         baseline, ours, ratio = (float(cells[k].split()[0]) for k in (7, 8, 9))
         assert ours / baseline == pytest.approx(ratio, rel=0.01, abs=0.01 * ratio + 0.1 / baseline)
+
+
+def test_iterations_of_convolutions_are_timed_with_every_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = benchmark("step")
+    small = step.Network(partial(build_model, "plain-34", (3, 8, 8), 10, width=4), (3, 8, 8), 2)
+    monkeypatch.setattr(step, "NETWORKS", {"small": small})
+    groups = list(step.iterations(step.Setting("cpu", repeats=2, networks=["small"])))
+    timed = {(row.optimizer, row.momentum) for rows in groups for row in rows}
+    names = ["SGD fused", "SGD foreach", "GSGD fused", "InGSpace(SGD)", "PathSGD", "SGD foreach again"]
+    assert timed == {(name, momentum) for name in names for momentum in (0.0, 0.9)}
+    assert all(row.median_us > 0 for rows in groups for row in rows)
