@@ -489,15 +489,15 @@ def test_recorded_launches_notice_what_changes(name: str, monkeypatch: pytest.Mo
 
 def test_rates_that_only_the_device_knows_are_told_from_zero() -> None:
     pytest.importorskip("triton")
-    from gspace import launch, tables
+    from gspace import launch, network
 
     cpu, elsewhere = torch.device("cpu"), torch.tensor(0.1, device="meta")
     assert launch._rate(0.0, cpu) == launch._rate(torch.tensor(0.1), cpu) == 0
     assert launch._rate(elsewhere.double(), torch.device("meta")) == launch._rate(elsewhere, cpu) == -1
     group = {"lr": elsewhere, "momentum": 0, "dampening": 0, "nesterov": False, "weight_decay": 0.5, "maximize": True}
-    assert list(tables.hyper_parameters([group], read=False)) == [0, 0, 0, 0, 0.5, -1]
+    assert list(network.hyper_parameters([group], read=False)) == [0, 0, 0, 0, 0.5, -1]
     with pytest.raises(RuntimeError, match="meta"):
-        tables.hyper_parameters([group], read=True)
+        network.hyper_parameters([group], read=True)
 
 
 def test_guards_set_later_count() -> None:

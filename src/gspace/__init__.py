@@ -1,11 +1,12 @@
 """gspace: train and study ReLU networks modulo their rescaling symmetry."""
 
 from gspace import paths
+from gspace.analysis import Analysis, Edges, Pin, UnitGroup
 from gspace.baselines import FrozenSkeletonSGD, PathSGD
 from gspace.diagnostics import RatioStatistics, balancedness, compare_invariance, distance, invariance_gap
 from gspace.equivalence import Equivalence, are_equivalent
 from gspace.flatness import psi_flatness
-from gspace.graph import Analysis, Edges, Pin, UnitGroup, analyze
+from gspace.graph import analyze
 from gspace.inner import InGSpace
 from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.optim import GSGD

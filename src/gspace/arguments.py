@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gspace.graph import Residual
+from gspace.analysis import Residual
 from gspace.skeleton import ONLY_ZEROS, Skeleton
 from gspace.trace import Inputs
 

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gspace.graph import Edges
+from gspace.analysis import Edges
 
 
 @dataclass(frozen=True)

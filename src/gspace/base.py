@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from gspace import saved
 from gspace import step as algorithm
+from gspace.analysis import Analysis, Residual
 from gspace.arguments import (
     require_guards,
     require_model,
@@ -28,26 +29,18 @@ from gspace.arguments import (
     wanted,
     warn_of_zeros,
 )
-from gspace.balance import balanced_log_scales
-from gspace.graph import Analysis, Residual, analyzed
+from gspace.graph import analyzed
 from gspace.held import Held
 from gspace.hooks import hooked
-from gspace.skeleton import Skeleton, build_skeleton, path_products, skeleton_values
+from gspace.reference import CHOICE, Reference, measured, products, reference_of
+from gspace.skeleton import Skeleton, build_skeleton
 from gspace.step import BatchNormRule, Layer
 from gspace.trace import Inputs
 
-Reference = Literal["one", "balanced"]
 Allocation = Literal["fixed", "spread"]
 
 _EXPIRED = torch.UntypedStorage._expired
 _VERSION, _DTYPE, _TRAINED = attrgetter("_version"), attrgetter("dtype"), attrgetter("requires_grad")
-
-
-def on_skeleton(model: nn.Module, analysis: Analysis) -> bool:
-    """Whether every aligned free weight is ±1, as `init_skeleton_` leaves a network."""
-    skeleton = build_skeleton(model, analysis, choice="aligned")
-    _, free = skeleton_values(skeleton, dict(model.named_parameters()))
-    return skeleton.H > 0 and bool((free.abs() == 1).all())
 
 
 class GSpaceOptimizer(Optimizer):
@@ -83,9 +76,7 @@ class GSpaceOptimizer(Optimizer):
         self._ready = False
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self.analysis = analyzed(model, analysis, wanted(example_input, residual, pin))
-        if reference is None:
-            reference = "one" if on_skeleton(model, self.analysis) else "balanced"
-        self.reference: Reference = reference
+        self.reference: Reference = reference or reference_of(model, self.analysis)
         self._adopt(self._find_skeleton())
         warn_of_zeros(self.skeleton, type(self).__name__, stacklevel=3)
         self._ready = True
@@ -98,28 +89,16 @@ class GSpaceOptimizer(Optimizer):
     def _find_skeleton(self) -> Skeleton:
         mine = {id(p) for p in self._parameters() if p.requires_grad}
         trained = {name for name, p in self.model.named_parameters() if id(p) in mine}
-        choice: Literal["aligned", "pivoted"] = "aligned" if self.reference == "one" else "pivoted"
-        return build_skeleton(self.model, self.analysis, choice=choice, trained=trained)
+        return build_skeleton(self.model, self.analysis, choice=CHOICE[self.reference], trained=trained)
 
     def _adopt(self, skeleton: Skeleton) -> None:
         """Takes a skeleton and measures its reference in the weights of now."""
         self.skeleton = skeleton
         weights = dict(self.model.named_parameters())
-        (log_in, sign_in), (log_out, sign_out) = self._products(weights)
-        if self.reference == "balanced":
-            # In the balanced representative I(u) is I(u)·c(u) and O(u) is O(u)/c(u): Ĩ = 1/c, Õ = c, both positive.
-            shift = balanced_log_scales(skeleton.edges, weights, skeleton.H + 1)
-            self._reference_in, self._reference_out = (log_in + shift, sign_in), (log_out - shift, sign_out)
-        else:
-            zero, one = torch.zeros_like(log_in), torch.ones_like(sign_in)
-            self._reference_in, self._reference_out = (zero, one), (zero, one)
+        self._reference_in, self._reference_out = measured(skeleton, weights, self.reference)
         self._place()
         self.incoming, self.outgoing = self._measure()
         self._mark()
-
-    def _products(self, weights: Mapping[str, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        into, out = skeleton_values(self.skeleton, weights)
-        return path_products(into, self.skeleton.parent), path_products(out, self.skeleton.child)
 
     def _place(self) -> None:
         """Everything that depends on where the parameters live and which group they are in."""
@@ -144,11 +123,12 @@ class GSpaceOptimizer(Optimizer):
         self._know_memory()
         self._held = Held(self.model)
 
+    @torch.no_grad()
     def _measure(self) -> tuple[Tensor, Tensor]:
         """Ĩ and Õ of the weights as they are."""
         result = []
-        measured = self._products(dict(self.model.named_parameters()))
-        for (log, sign), (ref, ref_sign) in zip(measured, (self._reference_in, self._reference_out), strict=True):
+        now = products(self.skeleton, dict(self.model.named_parameters()))
+        for (log, sign), (ref, ref_sign) in zip(now, (self._reference_in, self._reference_out), strict=True):
             value = sign * ref_sign.to(sign) * (log - ref.to(log)).exp()
             result.append(value.to(self._last[0]))
         return result[0], result[1]
@@ -371,7 +351,7 @@ class GSpaceOptimizer(Optimizer):
         norms = algorithm.root_norms(self._layers, weights, self.incoming, self.batch_norm)
         return q / norms / (self.incoming * self.outgoing)
 
-    def _finish(self, ratio: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
+    def _spread_ratios(self, ratio: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
         """R of every unit from R of the roots, and the scales c that spread it (ones where free weights stay fixed)."""
         self._last[0].copy_(ratio)
         self._last[1].copy_(raw)
@@ -396,7 +376,7 @@ class GSpaceOptimizer(Optimizer):
         Computed when called; a step only keeps two unit vectors for it. Before the first step every ratio is 1.
         """
         ratio, raw = self._last
-        roots = (self._root == torch.arange(len(self._root), device=self._root.device)).nonzero()[1:, 0]
+        roots = self.skeleton.roots.to(self._root.device)
         value = (self.incoming * self.outgoing)[1:]
         rates = [torch.as_tensor(g["lr"], dtype=torch.float64, device=value.device) for g in self.param_groups]
         at = torch.tensor([0.0, 0.05, 0.5, 0.95, 1.0], dtype=ratio.dtype, device=ratio.device)

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gspace import saved
+from gspace.analysis import Analysis, Residual
 from gspace.arguments import require_model, wanted
-from gspace.base import on_skeleton
-from gspace.graph import Analysis, Residual, analyze, analyzed
+from gspace.graph import analyze, analyzed
 from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
 from gspace.pathsum import PathGraph, as_input_of, path_graph
-from gspace.skeleton import Choice, build_skeleton
+from gspace.reference import CHOICE, reference_of
+from gspace.skeleton import build_skeleton
 from gspace.step import Number, plan
 from gspace.trace import Inputs
 
@@ -231,7 +232,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         require_model(model)
         super().__init__(list(model.parameters()) if params is None else params, lr, **options)
         found = analyzed(model, analysis, wanted(example_input, residual, pin))
-        choice: Choice = "aligned" if on_skeleton(model, found) else "pivoted"
+        choice = CHOICE[reference_of(model, found)]
         weights = dict(model.named_parameters())
         mine = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
         trained = {name for name, p in weights.items() if id(p) in mine}

@@ -19,10 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gspace.balance import balanced_log_scales
-from gspace.base import Reference, on_skeleton
-from gspace.graph import Analysis, Edges, analyzed
-from gspace.skeleton import Skeleton, build_skeleton, path_products, skeleton_values
+from gspace.analysis import Analysis, Edges
+from gspace.graph import analyzed
+from gspace.reference import CHOICE, Products, Reference, measured, products, reference_of
+from gspace.skeleton import Skeleton, build_skeleton
 from gspace.step import Layer, allocate_skeleton, allocate_weights, plan
 
 View = Literal["transparent", "exact"]
@@ -84,51 +84,28 @@ def coordinates(
     found = analyzed(model, analysis, options)
     if view == "exact":
         found = replace(found, transparent=tuple(_exact(e, found.H) for e in found.edges), H_paper=found.H)
-    if reference is None:
-        reference = "one" if on_skeleton(model, found) else "balanced"
-    skeleton = build_skeleton(model, found, choice="aligned" if reference == "one" else "pivoted")
+    reference = reference or reference_of(model, found)
+    skeleton = build_skeleton(model, found, choice=CHOICE[reference])
     weights = dict(model.named_parameters())
-    into, out = skeleton_values(skeleton, weights)
-    (log_in, sign_in), (log_out, sign_out) = path_products(into, skeleton.parent), path_products(out, skeleton.child)
-    if reference == "one":
-        zero, one = torch.zeros_like(log_in), torch.ones_like(sign_in)
-        log_in = log_out = zero
-        sign_in = sign_out = one
-    else:
-        shift = balanced_log_scales(skeleton.edges, weights, skeleton.H + 1)
-        log_in, log_out = log_in + shift, log_out - shift
+    reference_in, reference_out = measured(skeleton, weights, reference)
     layers = tuple(plan(skeleton, weights))
     inside = {layer.edges.name for layer in layers}
     others = tuple(name for name, p in weights.items() if p.requires_grad and name not in inside)
-    is_root = skeleton.root == torch.arange(skeleton.H + 1, device=skeleton.root.device)
-    is_root[0] = False
-    return Coordinates(
-        skeleton, layers, others, (log_in, sign_in), (log_out, sign_out), is_root.nonzero()[:, 0].to(log_in.device)
-    )
+    roots = skeleton.roots.to(reference_in[0].device)
+    return Coordinates(skeleton, layers, others, reference_in, reference_out, roots)
 
 
 def _exact(e: Edges, H: int) -> Edges:
     return replace(e, head=e.head * (e.head <= H), tail=e.tail * (e.tail <= H))
 
 
-def _products(at: Coordinates, weights: Mapping[str, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _products(at: Coordinates, weights: Mapping[str, Tensor]) -> Products:
     """log|·| and sign of Ĩ and Õ, `(H + 1,)` float64, differentiable in the skeleton weights."""
-    device = at.reference_in[0].device
-    trained, free = (torch.ones(at.skeleton.H + 1, dtype=torch.float64, device=device) for _ in range(2))
-    for layer in at.layers:
-        value = weights[layer.edges.name][layer.entries].to(device, torch.float64)
-        root, out = layer.root.to(device), layer.free.to(device)
-        trained = trained.index_put((root[root > 0],), value[root > 0])
-        free = free.index_put((out[out > 0],), value[out > 0])
-    parent, child = at.skeleton.parent.to(device), at.skeleton.child.to(device)
-    is_root = torch.zeros_like(trained, dtype=torch.bool)
-    is_root[at.roots] = True
-    into = torch.where(is_root, trained, free[parent])  # what is no root is entered by the free weight of its parent
-    result = []
-    for value, following, (log, sign) in ((into, parent, at.reference_in), (free, child, at.reference_out)):
-        products, signs = path_products(value, following)
-        result.append((products - log, signs * sign))
-    return result[0], result[1]
+    into, out = products(at.skeleton, weights)
+    return (
+        (into[0] - at.reference_in[0], into[1] * at.reference_in[1]),
+        (out[0] - at.reference_out[0], out[1] * at.reference_out[1]),
+    )
 
 
 def _factor(layer: Layer, view: Tensor, into: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor]) -> Tensor:

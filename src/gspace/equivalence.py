@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gspace.analysis import Analysis, Edges, magnitude
 from gspace.devices import on_cpu
-from gspace.graph import Analysis, Edges, analyzed, magnitude
+from gspace.graph import analyzed
 from gspace.scaling import Scales
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gspace import foreach, native
 from gspace.base import GSpaceOptimizer, capturing
-from gspace.tables import Given, Network, Tile, addresses, is_dense
+from gspace.network import Given, Network, addresses, is_dense
+from gspace.tables import Tile
 
 if TYPE_CHECKING:
     from gspace.optim import GSGD

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from gspace.devices import on_cpu
+from gspace.network import Given, Groups
 from gspace.step import BatchNormRule, Layer, row_norms
-from gspace.tables import Given, Groups
 
 BLOCK = 1 << 16  # elements of a weight that stay in the cache between two operations
 

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gspace import step as algorithm
-from gspace.base import Allocation, GSpaceOptimizer, Reference, wide
-from gspace.graph import Analysis, Residual
+from gspace.analysis import Analysis, Residual
+from gspace.base import Allocation, GSpaceOptimizer, wide
 from gspace.hooks import step_within
+from gspace.reference import Reference
 from gspace.step import BatchNormRule, Layer
 from gspace.trace import Inputs
 
@@ -115,6 +116,11 @@ class InGSpace(GSpaceOptimizer):
                     if key not in ("params", "param_names") and not (k == 1 and key == "weight_decay"):
                         inner[key] = value
 
+    def _sync_back(self) -> None:
+        """Some optimizers count steps in their groups: the next step finds there what this one left."""
+        for group, inner in zip(self.param_groups, self.inner.param_groups[::2], strict=True):
+            group.update({key: value for key, value in inner.items() if key not in ("params", "param_names")})
+
     def _own_state(self) -> dict[str, Any]:
         return {**super()._own_state(), "inner": self.inner.state_dict()}
 
@@ -135,6 +141,7 @@ class InGSpace(GSpaceOptimizer):
             self._show(*read)
             step_within(self.inner)
             self._allocate(read[0])
+        self._sync_back()
         return loss
 
     def _hide(self) -> None:
@@ -178,7 +185,7 @@ class InGSpace(GSpaceOptimizer):
         for at, row in self._roots:
             raw[at] = row[0] / value[at]
         ratio, _ = algorithm.path_ratio(value, (1 - raw) * value, 1.0, self.max_ratio, self.max_drift)
-        every, spread = self._finish(ratio, raw)
+        every, spread = self._spread_ratios(ratio, raw)
         for k, (layer, weight, v) in enumerate(zip(self._layers, weights, self._values, strict=True)):
             view = layer.edges.view(weight)
             entries = algorithm.allocate_skeleton(layer, weight[layer.entries], every, spread)

@@ -16,9 +16,10 @@ import torch
 import triton
 from torch import Tensor
 
-from gspace import kernels, tables
+from gspace import kernels, network
+from gspace.network import Given, Network, addresses, hyper_parameters
 from gspace.step import BatchNormRule, Layer
-from gspace.tables import Given, Network, Tile, addresses, hyper_parameters
+from gspace.tables import Tile
 
 FOLD, DEPTH, ROOTS, UNITS = 32, 64, 16, 256  # items of one program of the small passes, and sums it reads at a time
 SPARE = 4  # captured steps between two others that find memory made for them
@@ -35,7 +36,7 @@ def refusal(layers: Sequence[Layer], weights: Sequence[Tensor], rule: BatchNormR
         return f"no kernel for {weights[0].dtype}"
     if weights[0].device.type != "cuda" and isinstance(kernels.flow_pass, triton.JITFunction):
         return f"no kernel for {weights[0].device.type}"
-    return tables.refusal(layers, weights, rule, tile)
+    return network.refusal(layers, weights, rule, tile)
 
 
 def _dependent_launches(device: torch.device) -> bool:

@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gspace.network import Given, Network, addresses, hyper_parameters
+from gspace.network import refusal as table_refusal
 from gspace.step import BatchNormRule, Layer
-from gspace.tables import Given, Network, Tile, addresses, hyper_parameters
-from gspace.tables import refusal as table_refusal
+from gspace.tables import Tile
 
 REAL = {torch.float32: "float", torch.float64: "double"}
 # Rows of the part of a large weight that one core works on at a time, and columns.

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gspace.base import Reference
 from gspace.coordinates import Coordinates, PathValues, coordinates, path_values
 from gspace.pathsum import PathGraph, path_graph
+from gspace.reference import Reference
 from gspace.trace import Inputs
 
 Mode = Literal["released", "sup"]

@@ -10,13 +10,12 @@ from torch.optim.sgd import sgd
 
 from gspace import fast
 from gspace import step as algorithm
-from gspace.base import Allocation, GSpaceOptimizer, Reference, on_skeleton
-from gspace.graph import Analysis, Residual
+from gspace.analysis import Analysis, Residual
+from gspace.base import Allocation, GSpaceOptimizer
+from gspace.reference import Reference
 from gspace.skeleton import Skeleton
 from gspace.step import BatchNormRule, Layer, Number
 from gspace.trace import Inputs
-
-__all__ = ["GSGD", "Allocation", "Reference", "on_skeleton"]
 
 
 class GSGD(GSpaceOptimizer):
@@ -168,7 +167,7 @@ class GSGD(GSpaceOptimizer):
         shrink = self._shrink(weights, grads, root_grad)
         direction = self._root_direction(root_grad * shrink)
         value = self.incoming * self.outgoing
-        every, spread = self._finish(
+        every, spread = self._spread_ratios(
             *algorithm.path_ratio(value, direction, self._per_unit("lr"), self.max_ratio, self.max_drift)
         )
         for k, (layer, weight, grad, group) in enumerate(zip(self._layers, weights, grads, groups, strict=True)):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from gspace.layers import NOT_HOMOGENEOUS, flatten_arguments
 from gspace.operations import CASTS, COPIES, LIKE, POINTWISE
@@ -119,13 +120,13 @@ def moved(call: Call, *args: Any, **kwargs: Any) -> Any:
     powers = [x for x in flatten_arguments([args, kwargs]) if isinstance(x, Power)]
     exponent = common(*powers)
     # Contiguous: the rules order memory in their own way, and a `view` of the model must be one of these values too.
-    plain_args, plain_kwargs = replaced((args, kwargs), lambda x: x.at(exponent).contiguous())
+    plain_args, plain_kwargs = pytree.tree_map_only(Power, lambda x: x.at(exponent).contiguous(), (args, kwargs))
     return _wrapped(call.run(*plain_args, **plain_kwargs), exponent, any(x.activation for x in powers))
 
 
 def read(call: Call, *args: Any, **kwargs: Any) -> Any:
     """Sizes, `zeros_like` …: what does not depend on the values."""
-    plain_args, plain_kwargs = replaced((args, kwargs), lambda x: x.values)
+    plain_args, plain_kwargs = pytree.tree_map_only(Power, lambda x: x.values, (args, kwargs))
     return call.run(*plain_args, **plain_kwargs)
 
 
@@ -345,9 +346,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys([*COPIES.split(), *CASTS.split()], copied),
     **dict.fromkeys([*LIKE.split(), "size", "sym_size", "dim"], read),
     **dict.fromkeys(_MOVES.split(), moved),
-    **dict.fromkeys("add iadd sub isub maximum minimum".split(), add),
-    **dict.fromkeys("mul imul multiply".split(), product),
-    **dict.fromkeys("div truediv itruediv divide".split(), divide),
+    **dict.fromkeys("add sub maximum minimum".split(), add),
+    **dict.fromkeys("mul multiply".split(), product),
+    **dict.fromkeys("div truediv divide".split(), divide),
     **dict.fromkeys("amax amin max min".split(), largest),
     **dict.fromkeys("clamp clip clamp_min".split(), clamp),
     **dict.fromkeys("leaky_relu prelu".split(), leaky),
@@ -372,14 +373,3 @@ RULES: dict[str, Rule] = {
 }
 # It returns a pair, and is in no graph of evaluation mode.
 del RULES["native_dropout"]
-
-
-def replaced(values: Any, plain: Callable[[Power], Tensor]) -> Any:
-    """`values` with every `Power` in nested containers replaced by a plain tensor."""
-    if isinstance(values, Power):
-        return plain(values)
-    if isinstance(values, dict):
-        return {key: replaced(value, plain) for key, value in values.items()}
-    if isinstance(values, (tuple, list)):
-        return type(values)([replaced(value, plain) for value in values])
-    return values

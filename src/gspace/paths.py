@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gspace.analysis import Edges
 from gspace.devices import on_cpu
-from gspace.graph import Edges
 from gspace.skeleton import Skeleton
 
 Step = tuple[int, int]  # index into the edges, flat index into that parameter

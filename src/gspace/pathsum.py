@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from gspace.layers import NOT_HOMOGENEOUS, flatten_arguments, pinned
 from gspace.operations import FUNCTIONS, MODULES
 from gspace.pathrules import RULES, Call, PathError, Power, common, copied, moved, pad, power, same, windows
 from gspace.trace import Inputs, Traced, refuse_lazy, trace, unwrap
-from gspace.walk import canonical
+from gspace.walk import canonical, in_place
 
 # What the sum over paths needs to know of a module beyond what the rescaling needs.
 _ALSO = {"batch_norm": ("eps",), "leaky_relu": ("negative_slope",), "rrelu": ("lower", "upper")}
@@ -62,7 +63,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
     example_input = as_input_of(model, example_input)
     traced = trace(model, example_input)[-1]  # the last is that of evaluation mode
     if example_input is None:
-        return PathGraph(model, traced, (_input_shape(traced),), 1)
+        return PathGraph(model, traced, (torch.empty(_input_shape(traced), device="meta"),), 1)
     if not isinstance(traced.module, fx.GraphModule):
         return PathGraph(model, traced, _shapes(example_input, 1), 1)
     batch = next((x.shape[0] for x in flatten_arguments(example_input) if isinstance(x, Tensor) and x.dim()), 1)
@@ -72,22 +73,18 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
 def as_input_of(model: nn.Module, inputs: Any) -> Any:
     """`inputs` with floating-point tensors in the dtype of the model: only their shapes matter."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    if isinstance(inputs, Mapping):
-        return {key: as_input_of(model, value) for key, value in inputs.items()}
-    if isinstance(inputs, (tuple, list)):
-        return tuple(as_input_of(model, value) for value in inputs)
-    return inputs.to(dtype) if isinstance(inputs, Tensor) and inputs.is_floating_point() else inputs
+    plain = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, plain)
 
 
 def _shapes(inputs: Any, batch: int | None) -> Any:
     """The shapes of the tensors in `inputs`, with another batch size."""
-    if isinstance(inputs, Mapping):
-        return {key: _shapes(value, batch) for key, value in inputs.items()}
-    if isinstance(inputs, (tuple, list)):
-        return tuple(_shapes(value, batch) for value in inputs)
-    if not isinstance(inputs, Tensor) or not inputs.dim() or batch is None:
-        return inputs.shape if isinstance(inputs, Tensor) else inputs
-    return torch.Size([batch, *inputs.shape[1:]])
+
+    def sample(x: Tensor) -> Tensor:
+        shape = x.shape if batch is None or not x.dim() else (batch, *x.shape[1:])
+        return torch.empty(shape, device="meta")
+
+    return pytree.tree_map_only(Tensor, sample, inputs)
 
 
 def _input_shape(traced: Traced) -> torch.Size:
@@ -119,7 +116,7 @@ class _Pass:
         with torch.autocast(self.device.type, enabled=False):
             for node in self.graph.traced.graph.nodes:
                 nodes[node] = self._node(node, nodes, supplied)
-                if _in_place(node):
+                if node.op in ("call_method", "call_function") and node.all_input_nodes and in_place(node.target):
                     _refuse_stale_views(node)
                     nodes[node.all_input_nodes[0]] = nodes[node]
         outputs = [x for x in flatten_arguments(nodes[node]) if isinstance(x, Power)]
@@ -132,16 +129,12 @@ class _Pass:
     def _inputs(self) -> list[Any]:
         """What the placeholders receive: all inputs in one (symbolic trace), or one each (`torch.export`)."""
 
-        def ones(shape: Any) -> Any:
-            if isinstance(shape, torch.Size):
-                one = torch.ones(shape, dtype=self.dtype, device=self.device)
-                return Power(one, one.new_zeros(()))
-            if isinstance(shape, dict):
-                return {key: ones(value) for key, value in shape.items()}
-            return tuple(ones(value) for value in shape) if isinstance(shape, tuple) else shape
+        def ones(x: Tensor) -> Power:
+            one = torch.ones(x.shape, dtype=self.dtype, device=self.device)
+            return Power(one, one.new_zeros(()))
 
         shapes, traced = self.graph.shapes, self.graph.traced
-        inputs = ones((shapes,) if isinstance(shapes, torch.Size) else shapes)
+        inputs = pytree.tree_map_only(Tensor, ones, (shapes,) if isinstance(shapes, Tensor) else shapes)
         supplied = flatten_arguments(inputs) if isinstance(traced.module, fx.GraphModule) else [inputs]
         if len(supplied) != sum(n.op == "placeholder" and n.name not in traced.tensors for n in traced.graph.nodes):
             raise PathError("the model makes tensors of its own in forward: register them as buffers")
@@ -213,15 +206,6 @@ def _where(node: fx.Node) -> str:
     stack = [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
     path = str(node.target) if node.op == "call_module" else stack[-1] if stack else ""
     return repr(path.removeprefix("model").removeprefix(".") or node.name)
-
-
-def _in_place(node: fx.Node) -> bool:
-    """`x.add_(y)`, `x += y`: whoever reads x afterwards reads the result."""
-    if node.op not in ("call_method", "call_function") or not node.all_input_nodes:
-        return False
-    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else node.target
-    name = name if isinstance(name, str) else getattr(name, "__name__", "")
-    return name.endswith("_") or name in ("iadd", "isub", "imul", "itruediv")
 
 
 def _refuse_stale_views(node: fx.Node) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gspace.analysis import Analysis
 from gspace.balance import balanced_log_scales
-from gspace.graph import Analysis, analyzed
+from gspace.graph import analyzed
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gspace.analysis import Analysis, Edges, magnitude
 from gspace.balance import balanced_log_scales
 from gspace.devices import on_cpu
-from gspace.graph import Analysis, Edges, analyzed, magnitude
+from gspace.graph import analyzed
 
 Choice = Literal["aligned", "pivoted"]
 ONLY_ZEROS = "have skeleton weights of 0 (in the first weight that writes them or the last that reads them)"
@@ -52,6 +53,11 @@ class Skeleton:
     child: Tensor
     root: Tensor
     unused: tuple[str, ...] = ()
+
+    @property
+    def roots(self) -> Tensor:
+        """Units whose incoming skeleton weight is trained."""
+        return (self.root == torch.arange(self.H + 1, device=self.root.device)).nonzero()[1:, 0]
 
 
 @on_cpu
@@ -227,7 +233,7 @@ def _flat_index(e: Edges, weight: Tensor) -> Tensor:
 
 
 def skeleton_values(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Values of in(u) and out(u), `(H + 1,)` float64 each, 1 for ground."""
+    """Values of in(u) and out(u), `(H + 1,)` float64 each, 1 for ground; differentiable."""
     device = next(iter(weights.values())).device if weights else torch.device("cpu")
     result = []
     for which, index in ((skeleton.in_edge, skeleton.in_index), (skeleton.out_edge, skeleton.out_index)):
@@ -235,8 +241,8 @@ def skeleton_values(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[
         for k in which.unique().tolist():
             if k >= 0:
                 units = (which == k).nonzero()[:, 0]
-                flat = weights[skeleton.edges[k].name].detach().reshape(-1)
-                value[units.to(device)] = flat[index[units].to(flat.device)].to(value)
+                flat = weights[skeleton.edges[k].name].reshape(-1)
+                value = value.index_put((units.to(device),), flat[index[units].to(flat.device)].to(value))
         result.append(value)
     return result[0], result[1]
 

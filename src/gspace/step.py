@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gspace.analysis import Edges
 from gspace.devices import on_cpu
-from gspace.graph import Edges
 from gspace.skeleton import Skeleton
 
 Number = float | Tensor

@@ -110,7 +110,7 @@ class Walker:
         if not any(isinstance(leaf, (Activation, Weight, Buffer)) or not _plain(leaf) for leaf in leaves):
             return _evaluate(node, args, kwargs)
         result = self._apply(name, args, kwargs)
-        return self._written(args[0], result) if args and _in_place(node.target) else result
+        return self._written(args[0], result) if args and in_place(node.target) else result
 
     def _written(self, old: Any, new: Any) -> Any:
         """The result of an operation in place. Other names of the tensor keep its old space: it must not change."""
@@ -207,11 +207,14 @@ def _inherit(result: Any, loose: bool, lead: int) -> Any:
     return type(result)(_inherit(r, loose, lead) for r in result) if isinstance(result, (tuple, list)) else result
 
 
-def _in_place(target: Any) -> bool:
+def in_place(target: Any) -> bool:
+    """`x.add_(y)`, `x += y`. Not `x & y`, which is `operator.and_`."""
     raw = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if getattr(operator, raw, None) is target:
+        return raw in ("iadd", "isub", "imul", "itruediv")
     if isinstance(target, torch._ops.OpOverload):
         raw = target._schema.name
-    return (raw.endswith("_") and not raw.endswith("__")) or raw in ("iadd", "isub", "imul", "itruediv")
+    return raw.endswith("_") and not raw.endswith("__")
 
 
 def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from gspace.graph import Edges
+from gspace.analysis import Edges
 from gspace.skeleton import Skeleton
 
 Node = tuple[str, int, int]

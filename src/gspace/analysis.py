@@ -1,0 +1,156 @@
+"""What `analyze` finds: the edges of a network, its units, what is pinned and why. Data only.
+
+Shapes: `head` is `(group, out)`, `tail` is `(group, in)`, a parameter is viewed as `(group, out, in, *taps)`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+Residual = Literal["pin", "tie"]
+
+
+@dataclass(frozen=True)
+class Edges:
+    """One parameter tensor, seen as edges between units.
+
+    Attributes:
+        name: The parameter's name in the model.
+        head: Unit that each output writes, `(group, out)`.
+        tail: Unit that each input reads, `(group, in)`; a bias, γ or β reads ground.
+        swap: The parameter is stored (in, out), as that of a transposed convolution.
+        normalized: Its output goes straight into a BatchNorm.
+        first: Position of its first use in the forward pass.
+        last: Position of its last use.
+    """
+
+    name: str
+    head: Tensor
+    tail: Tensor
+    swap: bool
+    normalized: bool
+    first: int
+    last: int
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Whether `parameter` has this many outputs and inputs."""
+        try:
+            return self.view(parameter).shape[:3] == (*self.head.shape, self.tail.shape[1])
+        except RuntimeError:  # it cannot be divided so
+            return False
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """`parameter` as `(group, out, in, *taps)`, without a copy whatever its strides."""
+        if parameter.numel() == 0:
+            return parameter.reshape(*self.head.shape, self.tail.shape[1])
+        if parameter.dim() != 1 and self.head.numel() != parameter.numel():
+            split = parameter.unflatten(0, (self.head.shape[0], -1))
+            return split.transpose(1, 2) if self.swap else split
+        return parameter.reshape(*self.head.shape, 1)
+
+
+def magnitude(weight: Tensor) -> Tensor:
+    """|w| in float64; complex weights have one too, though no scale of their own."""
+    return (weight if weight.is_complex() else weight.double()).abs().double()
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A running statistic of BatchNorm: it scales with `unit` to the given power."""
+
+    name: str
+    unit: Tensor
+    power: int
+
+
+@dataclass(frozen=True)
+class UnitGroup:
+    """Units that are written and read by the same parameters."""
+
+    count: int
+    written: tuple[str, ...]
+    read: tuple[str, ...]
+    kind: Literal["exact", "absorbed"]
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Channels that one operation keeps from being scaled.
+
+    Which axis of a parameter holds channels only a rule knows: without one, `count` is the smaller of the first two.
+    """
+
+    operation: str
+    where: str
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.count} channels at {self.where} ({self.operation}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The rescaling symmetry of a model. Holds names and unit ids, no reference to the model.
+
+    Attributes:
+        H: Hidden units whose scale is free, exactly.
+        H_absorbed: Rows whose scale a BatchNorm divides out (exact as its ε → 0).
+        H_paper: Units when BatchNorm is ignored, the count of the paper.
+        m: Trainable scalars.
+        dim: m minus the units whose weights are all trainable: the dimension of G-space.
+        edges: The exact view; units 1…H are exact, H + 1…H + H_absorbed absorbed.
+        transparent: The view of the paper, units 1…H_paper.
+        statistics: Running statistics that follow absorbed units.
+        units: Groups of units alike, in the order they are written.
+        pinned: What is not scaled, and the operation that pinned it.
+    """
+
+    H: int
+    H_absorbed: int
+    H_paper: int
+    m: int
+    dim: int
+    edges: tuple[Edges, ...] = field(repr=False)
+    transparent: tuple[Edges, ...] = field(repr=False)
+    statistics: tuple[Statistic, ...] = field(repr=False)
+    units: tuple[UnitGroup, ...] = field(repr=False)
+    pinned: tuple[Pin, ...] = field(repr=False)
+    residual: Residual = "pin"
+
+    @property
+    def invariant_ratio(self) -> float:
+        """H/m, the share of directions in weight space that do not change the network."""
+        return self.H / self.m if self.m else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything the printed table shows, as plain Python values."""
+        counts = {
+            name: getattr(self, name)
+            for name in ("H", "H_absorbed", "H_paper", "m", "dim", "invariant_ratio", "residual")
+        }
+        return {**counts, "units": [vars(g) for g in self.units], "pinned": [vars(p) for p in self.pinned]}
+
+    def __str__(self) -> str:
+        rows = [("units", "kind", "written by", "read by")]
+        rows += [(str(g.count), g.kind, ", ".join(g.written), ", ".join(g.read)) for g in self.units]
+        lines = _aligned(rows)
+        lines += [
+            "",
+            f"m = {self.m:,} weights   H = {self.H:,} units   m − H = {self.dim:,}   H/m = {self.invariant_ratio:.3g}",
+        ]
+        if self.H_absorbed or self.H_paper != self.H:
+            lines.append(
+                f"BatchNorm: {self.H_absorbed:,} absorbed rows; {self.H_paper:,} units where it is ignored (the paper)"
+            )
+        if self.pinned:
+            lines += ["", "pinned:"] + [f"  {pin}" for pin in self.pinned]
+        return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], limit: int = 60) -> list[str]:
+    cut = [tuple(cell if len(cell) <= limit else cell[: limit - 1] + "…" for cell in row) for row in rows]
+    widths = [max(len(row[i]) for row in cut) for i in range(len(cut[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cut]
