@@ -505,7 +505,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def draw(path: Path) -> None:
-    """Images per second beside torch's SGD, per network: the paper's Fig. 6."""
+    """Iterations per second beside torch's SGD, per network: the paper's Fig. 6."""
     import matplotlib as mpl
 
     mpl.use("Agg")

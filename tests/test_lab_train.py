@@ -24,7 +24,7 @@ from gspace.lab.errors import BusyError, DeviceError, Interrupted, RecipeError, 
 from gspace.lab.learners import Single, initial_model, loss_and_errors
 from gspace.lab.loop import Progress
 from gspace.lab.optimizers import build_optimizer
-from gspace.lab.queue import batches, main, read_queue
+from gspace.lab.queue import batches, read_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Run, open_run, read_run, read_runs
 from gspace.lab.schedule import drops, learning_rate, steps_per_epoch, total_iterations
@@ -489,11 +489,11 @@ LONG = Recipe(iterations=10_000_000, batch_size=32, hidden=(16,), eval_every=50,
 def arguments(tmp_path: Path, recipes: list[Recipe], *options: str) -> list[str]:
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps([recipe.to_dict() for recipe in recipes]))
-    return ["--queue", str(path), "--out", str(tmp_path / "runs"), "--device", "cpu", *options]
+    return ["train", "--queue", str(path), "--out", str(tmp_path / "runs"), "--device", "cpu", *options]
 
 
 def start(tmp_path: Path, recipes: list[Recipe]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gspace.lab.train", *arguments(tmp_path, recipes)]
+    command = [sys.executable, "-m", "gspace", *arguments(tmp_path, recipes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -524,7 +524,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_its_exit_code(tmp_path: Pa
 
 
 def test_minutes_end_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments(tmp_path, [LONG], "--minutes", "0.02", "--quiet")) == 128 + signal.SIGALRM
+    assert cli.main(arguments(tmp_path, [LONG], "--minutes", "0.02")) == 128 + signal.SIGALRM
     err = capsys.readouterr().err
     assert re.fullmatch(r"the 0\.02 minutes are over at iteration \d+ of 10000000; run again to continue\n", err)
     assert (tmp_path / "runs" / LONG.folder / "checkpoint").exists()
@@ -555,7 +555,7 @@ def test_what_others_hold_is_left_and_the_rest_is_done(
 ) -> None:
     recipes = [base.but(seed=seed) for seed in range(3)]
     with open_run(tmp_path / "runs", recipes[held]):
-        assert main(arguments(tmp_path, recipes, "--quiet")) == 0  # several processes share a queue
+        assert cli.main(arguments(tmp_path, recipes)) == 0  # several processes share a queue
     out, err = capsys.readouterr()
     assert f"{recipes[held].folder}: held by another process, left to it\n" in out
     assert err == "1 of 3 runs left to other processes\n"
@@ -569,7 +569,7 @@ def test_a_finished_run_that_another_process_holds_is_finished(
     recipes = [SMALL.but(seed=seed) for seed in range(2)]
     train_many(recipes, tmp_path / "runs")
     with open_run(tmp_path / "runs", recipes[0]):
-        assert main(arguments(tmp_path, recipes)) == 0
+        assert cli.main(arguments(tmp_path, recipes)) == 0
     assert capsys.readouterr() == ("2 runs, all finished before\n", "")
 
 
@@ -606,13 +606,13 @@ def test_two_processes_share_a_queue(tmp_path: Path) -> None:
 
 def test_a_queue_goes_on_after_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = SMALL.but(batch_size=2000)
-    assert main(arguments(tmp_path, [bad, SMALL])) == 1
+    assert cli.main(arguments(tmp_path, [bad, SMALL])) == 1
     shown = capsys.readouterr()
     assert "batch_size 2000 is more than the 1438 training images" in shown.err
     assert f"{SMALL.folder}: status finished" in shown.out
-    assert main(arguments(tmp_path, [SMALL])) == 0
+    assert cli.main(arguments(tmp_path, [SMALL])) == 0
     assert capsys.readouterr().out == "1 run, finished before\n"
-    assert main(arguments(tmp_path, [])) == 0
+    assert cli.main(arguments(tmp_path, [])) == 0
     assert capsys.readouterr().out == ""
 
 
@@ -650,8 +650,6 @@ def test_a_device_that_is_absent_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_an_optimizer_refuses_is_an_error_of_the_recipe(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="path-sgd has neither"):
-        train(SMALL.but(optimizer="path-sgd", weight_decay=0.1), tmp_path)
     with pytest.raises(RecipeError, match="gsgd refuses this recipe: allocation"):
         train(SMALL.but(optimizer="gsgd", allocation="spread", max_ratio=math.inf), tmp_path)
 

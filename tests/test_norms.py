@@ -526,3 +526,24 @@ def same_memory_written(h: Tensor) -> Tensor:
 def test_memory_with_two_names_is_refused(body: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(PathError, match="read later"):
         path_norm(Written(body), example_input=torch.ones(1, 2))
+
+
+class Masked(nn.Module):
+    """Sizes computed by `&` are no write in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.one(x))
+        n = h.size(1)
+        k = n & 4
+        return self.two(h[:, :n] * (k > 0))
+
+
+def test_and_of_sizes_is_no_write_in_place() -> None:
+    torch.manual_seed(0)
+    model = Masked().double()
+    plain = nn.Sequential(model.one, nn.ReLU(), model.two)
+    torch.testing.assert_close(path_norm(model, 2).log, path_norm(plain, 2).log, rtol=1e-12, atol=0)

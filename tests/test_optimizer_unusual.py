@@ -274,7 +274,7 @@ def test_kappa_of_half_precision_does_not_vanish() -> None:
         saved = optimizer.state_dict()
         optimizer.load_state_dict(saved)
         kappa = optimizer.state[model[0].weight]["kappa"]
-        assert kappa.dtype == torch.float32
+        assert kappa.dtype == torch.float64
         assert bool((kappa > 0).all())
         return model(X.half()).detach().float()
 
@@ -340,3 +340,164 @@ def test_sharded_parameters_are_refused_by_name() -> None:
                 make(model, 0.1)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@ways
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_groups_that_differ_in_maximize_share_the_gradient_of_a_path(way: str, momentum: float) -> None:
+    one, two = zoo.mlp(6, 7, 5, 3).double(), zoo.mlp(6, 7, 5, 3).double()
+    two.load_state_dict(one.state_dict())
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        p = list(model.parameters())
+        return [{"params": p[:3], "maximize": True}, {"params": p[3:], "lr": 0.02}]
+
+    free: dict[str, Any] = {"max_ratio": float("inf"), "max_drift": float("inf"), "momentum": momentum}
+    ours = gspace.GSGD(one, 0.01, params=groups(one), **free, **WAYS[way])
+    inner = gspace.InGSpace(two, torch.optim.SGD, lr=0.01, params=groups(two), **free)
+    for _ in range(5):
+        step(one, ours)
+        step(two, inner)
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+@ways
+@pytest.mark.parametrize("scale", [1e20, 1e-20])
+def test_float32_is_trained_where_squares_of_scales_leave_its_range(way: str, scale: float) -> None:
+    one, two = zoo.mlp(6, 7, 5, 3), zoo.mlp(6, 7, 5, 3)
+    two.load_state_dict(one.state_dict())
+    gspace.rescale_(two, torch.full((12,), scale))
+    for model in (one, two):
+        optimizer = gspace.GSGD(model, 0.05, **WAYS[way])
+        for _ in range(3):
+            step(model, optimizer, X.float())
+    torch.testing.assert_close(two(X.float()), one(X.float()), rtol=1e-5, atol=1e-6)
+
+
+def test_path_sgd_trains_float32_where_kappa_leaves_its_range() -> None:
+    one, two = zoo.mlp(6, 7, 5, 3), zoo.mlp(6, 7, 5, 3)
+    two.load_state_dict(one.state_dict())
+    gspace.rescale_(two, torch.full((12,), 1e20))
+    for model in (one, two):
+        optimizer = PathSGD(model, 0.05)
+        for _ in range(3):
+            step(model, optimizer, X.float())
+    torch.testing.assert_close(two(X.float()), one(X.float()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["symbolic", "exported"])
+def test_the_row_of_padding_is_left_alone(traced: bool) -> None:
+    model = nn.Sequential(nn.Embedding(9, 6, padding_idx=2), nn.Linear(6, 4))
+    with torch.no_grad():
+        model[0].weight[2] = 5.0
+    before, x = model[0].weight.detach()[2].clone(), torch.randint(0, 9, (8, 3))
+    options: dict[str, Any] = {} if traced else {"example_input": x}
+    gspace.init_skeleton_(model, **options)
+    step(model, gspace.GSGD(model, 0.1, **options), x)
+    assert torch.equal(model[0].weight[2], before)
+    without = gspace.analyze(nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4)), **options)
+    assert without.H == 6
+
+
+def test_a_parameter_that_changes_its_group_takes_its_rate() -> None:
+    model = zoo.mlp(6, 7, 5, 3).double()
+    p = list(model.parameters())
+    optimizer = gspace.GSGD(model, params=[{"params": p[:3], "lr": 0.1}, {"params": p[3:], "lr": 0.0}])
+    step(model, optimizer)
+    optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())
+    assert len(optimizer.param_groups[1]["params"]) == 4
+    other = zoo.mlp(6, 7, 5, 3).double()
+    other.load_state_dict(model.state_dict())
+    q = list(other.parameters())
+    fresh = gspace.GSGD(other, params=[{"params": q[:2], "lr": 0.1}, {"params": q[2:], "lr": 0.0}])
+    fresh.load_state_dict({**fresh.state_dict(), "gspace": optimizer.state_dict()["gspace"]})
+    for m, o in ((model, optimizer), (other, fresh)):
+        step(m, o)
+    for a, b in zip(p, q, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+
+
+def test_a_group_that_the_inner_optimizer_refuses_is_not_added() -> None:
+    model = zoo.mlp(6, 7, 5, 3).double()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    optimizer = gspace.InGSpace(model, torch.optim.Muon, lr=0.01, params=matrices)
+    bias = next(p for p in model.parameters() if p.dim() == 1)
+    with pytest.raises(ValueError, match="2D"):
+        optimizer.add_param_group({"params": [bias]})
+    assert len(optimizer.param_groups) == 1
+    before = matrices[0].detach().clone()
+    step(model, optimizer)
+    assert not torch.equal(matrices[0], before)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps the number of its steps in its groups."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("count", 0)
+        self.defaults["count"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] += 1
+        return super().step(closure)
+
+
+def test_what_an_inner_optimizer_keeps_in_its_groups_stays_there() -> None:
+    model = zoo.mlp(6, 7, 5, 3).double()
+    optimizer = gspace.InGSpace(model, Counting, lr=0.01)
+    for _ in range(3):
+        step(model, optimizer)
+    assert [group["count"] for group in optimizer.inner.param_groups] == [3, 3]
+    other = gspace.InGSpace(model, Counting, lr=0.01)
+    other.load_state_dict(optimizer.state_dict())
+    step(model, other)
+    assert other.param_groups[0]["count"] == 4
+
+
+def test_entries_that_share_memory_are_pinned() -> None:
+    model = zoo.mlp(6, 7, 5, 3).double()
+    model[2].weight = nn.Parameter(torch.randn(1, 7, dtype=torch.float64).expand(5, 7))
+    analysis = gspace.analyze(model)
+    assert analysis.H == 0
+    assert any("share memory" in pin.reason for pin in analysis.pinned)
+
+
+def test_a_state_of_other_kernel_sizes_is_refused() -> None:
+    def net(k: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 4, k), nn.ReLU(), nn.Conv2d(4, 4, k), nn.ReLU(), nn.Conv2d(4, 2, k))
+
+    for mine, other in ((1, 3), (3, 1)):
+        optimizer = gspace.GSGD(net(mine), 0.1)
+        kept = optimizer.skeleton
+        with pytest.raises(ValueError, match="another network"):
+            optimizer.load_state_dict(gspace.GSGD(net(other), 0.1).state_dict())
+        assert optimizer.skeleton is kept
+
+
+def test_a_rate_of_one_element_in_statistics() -> None:
+    optimizer = gspace.GSGD(zoo.mlp(6, 7, 5, 3), torch.tensor([0.05]))
+    assert optimizer.statistics()["effective_lr"].shape == (12,)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda m: gspace.InGSpace(m, torch.optim.LBFGS), "LBFGS"),
+        (lambda m: gspace.InGSpace(m, torch.optim.Adam(m.parameters())), "an object of Adam"),
+        (lambda m: gspace.GSGD(m, 0.1, pin=3), "names of modules"),
+        (lambda m: gspace.GSGD(m, 0.1, max_ratio=None), "max_ratio must be a number"),
+        (lambda m: gspace.GSGD(m, 0.1, max_path_grad_norm="x"), "max_path_grad_norm must be a positive number"),
+        (lambda m: PathSGD(m, float("nan")), "not a number"),
+        (lambda m: PathSGD(m, 0.1, analysis=gspace.analyze(nn.Sequential(m))), "another model"),
+        (lambda m: PathSGD(m, 0.1, analysis="x"), "got str"),
+        (lambda m: gspace.basis_path_norm(m, reference="x"), "reference must be one of"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused_in_one_line(make: Any, says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says) as caught:
+        make(zoo.mlp(6, 7, 5, 3))
+    assert len(str(caught.value).splitlines()) == 1

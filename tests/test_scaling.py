@@ -478,3 +478,27 @@ def test_complex_weights_are_pinned_and_get_the_plain_optimizer() -> None:
         assert torch.equal(mine.second.weight, plain.second.weight)
         assert torch.equal(mine.first.weight, plain.first.weight)
         assert not torch.equal(mine.first.weight, model.first.weight)
+
+
+def test_scales_that_leave_the_normal_numbers_are_refused() -> None:
+    model = mlp(5, 6, 3).half()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.3)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="range of torch"):
+        gspace.rescale_(model, torch.full((6,), 1e-5))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_layers_of_width_0_are_equivalent_to_themselves() -> None:
+    with pytest.warns(UserWarning, match="zero-element"):
+        model = nn.Sequential(nn.Linear(5, 0), nn.ReLU(), nn.Linear(0, 3))
+    assert gspace.are_equivalent(model, model)
+
+
+def test_what_an_analysis_holds_is_compared_by_identity() -> None:
+    model = mlp(5, 6, 3)
+    one, two = gspace.analyze(model), gspace.analyze(model)
+    assert one != two
+    assert one.edges[0] != two.edges[0]

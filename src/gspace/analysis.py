@@ -12,7 +12,7 @@ from torch import Tensor
 Residual = Literal["pin", "tie"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Edges:
     """One parameter tensor, seen as edges between units.
 
@@ -56,7 +56,7 @@ def magnitude(weight: Tensor) -> Tensor:
     return (weight if weight.is_complex() else weight.double()).abs().double()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Statistic:
     """A running statistic of BatchNorm: it scales with `unit` to the given power."""
 
@@ -91,7 +91,7 @@ class Pin:
         return f"{self.count} channels at {self.where} ({self.operation}): {self.reason}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Analysis:
     """The rescaling symmetry of a model. Holds names and unit ids, no reference to the model.
 

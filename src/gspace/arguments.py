@@ -32,8 +32,8 @@ def require_one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 def require_guards(max_ratio: float, max_drift: float, allocation: str) -> None:
     for name, bound in (("max_ratio", max_ratio), ("max_drift", max_drift)):
-        if not bound >= 1:
-            raise ValueError(f"{name} must be at least 1 (1: held, inf: no bound), got {bound}")
+        if not isinstance(bound, float | int) or not bound >= 1:
+            raise ValueError(f"{name} must be a number of at least 1 (1: held, inf: no bound), got {bound!r}")
     if allocation == "spread" and max_ratio == float("inf"):
         raise ValueError("allocation='spread' takes roots of path ratios and needs a finite max_ratio")
 
@@ -48,6 +48,8 @@ def wanted(example_input: Inputs | None, residual: Residual, pin: Iterable[str])
     """What of this is to be told to `analyze`."""
     options: dict[str, Any] = {} if example_input is None else {"example_input": example_input}
     options |= {"residual": residual} if residual != "pin" else {}
+    if not isinstance(pin, Iterable):
+        raise TypeError(f"pin takes names of modules, got {pin!r}")
     names = (pin,) if isinstance(pin, str) else tuple(pin)
     return options | ({"pin": names} if names else {})
 

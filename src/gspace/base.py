@@ -10,7 +10,7 @@ Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Literal
 
 import torch
@@ -118,7 +118,8 @@ class GSpaceOptimizer(Optimizer):
         self._last = tuple(torch.ones(self.skeleton.H + 1, dtype=dtype, device=device) for _ in range(2))
         self._narrow = any(wide(w) is not w for w in self._weights)
         self._home = [(w.device, w.dtype) for w in self._weights]
-        self._trained = [p.requires_grad for p in self._parameters()]
+        self._listed, self._sizes = self._parameters(), [len(group["params"]) for group in self.param_groups]
+        self._trained = list(map(_TRAINED, self._listed))
         self._fast: Any = None  # the implementation that was bound to where the parameters lay
         self._know_memory()
         self._held = Held(self.model)
@@ -157,7 +158,9 @@ class GSpaceOptimizer(Optimizer):
                 f"the model was changed after {type(self).__name__} was made: {changed!r} is not what it was. "
                 f"Make a new {type(self).__name__} for the changed model."
             )
-        if list(map(_TRAINED, self._parameters())) != self._trained:
+        listed, sizes = self._parameters(), [len(group["params"]) for group in self.param_groups]
+        same = sizes == self._sizes and all(map(is_, listed, self._listed))
+        if not same or list(map(_TRAINED, listed)) != self._trained:
             self._refit()
         if self._seen != self._now() or any(map(_EXPIRED, self._storages)):
             self._follow()
@@ -217,7 +220,12 @@ class GSpaceOptimizer(Optimizer):
             shape = tuple(stranger.shape)
             raise ValueError(f"params holds a tensor of shape {shape} that is no parameter of the model")
         if self._ready:
-            self._refit()
+            try:
+                self._refit()
+            except Exception:  # what the inner optimizer of a subclass refuses
+                self.param_groups.pop()
+                self._refit()
+                raise
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -228,20 +236,25 @@ class GSpaceOptimizer(Optimizer):
             "reference": self.reference,
             "skeleton": {name: getattr(self.skeleton, name) for name in self._CHOICE},
             "units": [(e.head, e.tail) for e in self.skeleton.edges],
+            "shapes": self._shapes(),
             "reference_in": self._reference_in,
             "reference_out": self._reference_out,
             "incoming": self.incoming,
             "outgoing": self.outgoing,
         }
 
+    def _shapes(self) -> list[tuple[int, ...]]:
+        weights = dict(self.model.named_parameters())
+        return [tuple(weights[e.name].shape) for e in self.skeleton.edges]
+
     def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
         if own.keys() != self._own_state().keys():
             raise ValueError(f"this is the state of another optimizer, not of {type(self).__name__}")
-        shapes = [(head.shape, tail.shape) for head, tail in own["units"]]
-        if shapes != [(e.head.shape, e.tail.shape) for e in self.skeleton.edges]:
+        units = [(head.shape, tail.shape) for head, tail in own["units"]]
+        if units != [(e.head.shape, e.tail.shape) for e in self.skeleton.edges] or own["shapes"] != self._shapes():
             raise ValueError("this state belongs to another network: its layers have other sizes")
-        units = zip(self.skeleton.edges, own["units"], strict=True)
-        edges = tuple(replace(e, head=head.cpu(), tail=tail.cpu()) for e, (head, tail) in units)
+        pairs = zip(self.skeleton.edges, own["units"], strict=True)
+        edges = tuple(replace(e, head=head.cpu(), tail=tail.cpu()) for e, (head, tail) in pairs)
         mine = {id(p): p.requires_grad for p in self._parameters()}
         weights = dict(self.model.named_parameters())
         inside = [e.name for e in edges if bool(e.head.any() | e.tail.any())]
@@ -378,7 +391,7 @@ class GSpaceOptimizer(Optimizer):
         ratio, raw = self._last
         roots = self.skeleton.roots.to(self._root.device)
         value = (self.incoming * self.outgoing)[1:]
-        rates = [torch.as_tensor(g["lr"], dtype=torch.float64, device=value.device) for g in self.param_groups]
+        rates = [torch.as_tensor(g["lr"], dtype=torch.float64).reshape(()).to(value.device) for g in self.param_groups]
         at = torch.tensor([0.0, 0.05, 0.5, 0.95, 1.0], dtype=ratio.dtype, device=ratio.device)
         quantiles = ratio[roots].quantile(at).tolist() if len(roots) else []
         return {

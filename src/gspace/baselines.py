@@ -13,8 +13,8 @@ from torch.optim.optimizer import Optimizer
 
 from gspace import saved
 from gspace.analysis import Analysis, Residual
-from gspace.arguments import require_model, wanted
-from gspace.graph import analyze, analyzed
+from gspace.arguments import require_model, require_numbers, wanted
+from gspace.graph import analyzed
 from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
 from gspace.pathsum import PathGraph, as_input_of, path_graph
@@ -48,7 +48,7 @@ def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | 
         total = graph.sum(2, powers)
         grads = torch.autograd.grad(total.values, [leaf.values for leaf in leaves], allow_unused=True)
     return [
-        None if grad is None else torch.ldexp(grad, total.exponent - leaf.exponent)
+        None if grad is None else torch.ldexp(grad.double(), total.exponent - leaf.exponent)
         for grad, leaf in zip(grads, leaves, strict=True)
     ]
 
@@ -109,11 +109,13 @@ class PathSGD(Optimizer):
         }
         # torch's own constructor checks what it shares with us.
         torch.optim.SGD([torch.zeros(1, device="cpu")], **options)
+        require_numbers(options)
         self.interval = interval
         self._edges: list[Tensor] = []
         super().__init__(list(model.parameters()) if params is None else params, {**options, "steps": 0})
         self.graph = path_graph(model, example_input)
-        found = analysis if analysis is not None else analyze(model, as_input_of(model, example_input))
+        alike = as_input_of(model, example_input)
+        found = analyzed(model, analysis, {} if alike is None or analysis is not None else {"example_input": alike})
         edges = {e.name for e in found.edges}
         self._edges = [p for name, p in model.named_parameters() if name in edges]
         self._refuse_strangers()
@@ -165,13 +167,13 @@ class PathSGD(Optimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # which step it is, is no part of a compiled step
     def _refresh(self) -> None:
-        """κ of every edge that is trained, at least in float32: it is a square; counts the step."""
+        """κ of every edge that is trained, in float64: it is a square, and may leave float32; counts the step."""
         stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
         trained = self._trained()
         if stale or any("kappa" not in self.state[p] for p in trained):
             for p, kappa in zip(trained, path_kappa(self.graph, trained), strict=True):
                 if kappa is None:
-                    kappa = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+                    kappa = torch.zeros_like(p, dtype=torch.float64)
                 self.state[p]["kappa"] = kappa
         for group in self.param_groups:
             group["steps"] += 1

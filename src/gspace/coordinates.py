@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges
+from gspace.arguments import require_one_of
 from gspace.graph import analyzed
 from gspace.reference import CHOICE, Products, Reference, measured, products, reference_of
 from gspace.skeleton import Skeleton, build_skeleton
@@ -28,7 +29,7 @@ from gspace.step import Layer, allocate_skeleton, allocate_weights, plan
 View = Literal["transparent", "exact"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Coordinates:
     """A skeleton and the reference its path products are measured in.
 
@@ -48,7 +49,7 @@ class Coordinates:
     roots: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PathValues:
     """The basis paths of a network.
 
@@ -81,6 +82,8 @@ def coordinates(
         view: See above.
         analysis: The result of `analyze(model)`; otherwise `options` (`example_input`, `residual`, `pin`) are for it.
     """
+    require_one_of("view", view, ("transparent", "exact"))
+    require_one_of("reference", reference, (None, "one", "balanced"))
     found = analyzed(model, analysis, options)
     if view == "exact":
         found = replace(found, transparent=tuple(_exact(e, found.H) for e in found.edges), H_paper=found.H)

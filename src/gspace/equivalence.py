@@ -113,7 +113,7 @@ def _solve(edges: Sequence[Edges], a: dict[str, Tensor], b: dict[str, Tensor], n
     known = torch.zeros(n, dtype=torch.bool)
     known[0] = True
     links = []
-    for e in edges:
+    for e in (e for e in edges if e.head.numel() and e.tail.numel()):
         wa, wb = (magnitude(e.view(x[e.name].detach()).cpu()) for x in (a, b))
         size, tap = (wa * (wb > 0)).reshape(*wa.shape[:3], -1).max(3)
         ratio = (wb / wa).reshape(*wa.shape[:3], -1).gather(3, tap[..., None])[..., 0].log()

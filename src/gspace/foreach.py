@@ -126,7 +126,6 @@ class ForeachStep:
         self.product: dict[int, Tensor] = {}
         self.stacks: list[tuple[Tensor, list[int], Tensor]] = []  # products of equal layers, what to add up, sums
         self.large: dict[int, Tensor] = {}  # sums of layers whose products are not kept
-        self.sums_of: dict[int, Tensor] = {}
         self.columns: dict[int, tuple[Tensor, Tensor]] = {}  # factors of the columns: of the weight, of the gradient
         at = here = 0
         for shape, some in groupby(reads, key=lambda k: self.views[k].shape):
@@ -138,7 +137,6 @@ class ForeachStep:
             for i, k in enumerate(stack):
                 part = slice(here + i * inputs, here + (i + 1) * inputs)
                 self.columns[k] = (self.shrink[part].view(across), self.scale[part].view(across))
-                self.sums_of[k] = self.sums[part]
             sums = self.sums[here : here + len(stack) * inputs].view(len(stack), *groups, -1)
             here += sums.numel()
             if size > BLOCK:
@@ -204,6 +202,7 @@ class ForeachStep:
             self.rows_twice = [x * x for x in self.rows]
             self.positive = [bool((x == 1).all()) for x in self.rows]
             self.plain = [bool((x == 1).all()) for x in self.rows_twice]
+            self.tame = _tame(outgoing)
 
     def _now(self) -> list[tuple[int, int]]:
         return [(w._version, w.data_ptr()) for w in self.weights]
@@ -218,13 +217,13 @@ class ForeachStep:
         views = [g if bare else self._view(k, g) for k, (g, bare) in enumerate(zip(here, self.bare, strict=True))]
         of_layer = [groups[i] for i in self.groups]
         norms = {k: row_norms(self.views[k], self.rule) for k in self.normal}
-        if not self._reduce(views, here, of_layer, norms):
+        if not self._reduce(views, here, norms):
             return False
-        has_momentum = root_buffer is not None
         self._move_roots(groups, norms, incoming, root_buffer, root_fresh)
-        self._factors(incoming, twice=not has_momentum)
+        at_once = root_buffer is None and self.tame and _tame(incoming)  # g/(Ĩ·Õ)², where the squares are in range
+        self._factors(incoming, twice=at_once)
         rates = [float(group["lr"]) for group in of_layer]
-        if has_momentum:
+        if not at_once:
             directions = self._directions(views, of_layer, norms, incoming, buffers, fresh)
             self._update(directions, rates, self.rows, self.positive)
         else:
@@ -239,9 +238,7 @@ class ForeachStep:
         self.seen = self._now()
         return True
 
-    def _reduce(
-        self, views: Sequence[Tensor], grads: Sequence[Tensor], groups: Groups, norms: Mapping[int, Tensor]
-    ) -> bool:
+    def _reduce(self, views: Sequence[Tensor], grads: Sequence[Tensor], norms: Mapping[int, Tensor]) -> bool:
         """Inverse chain rule: q of the roots into `flow`. Sums of w·g are finite only if every gradient is."""
         weighted = norms if self.rule == "paper" else {}
         for k, product in self.product.items():
@@ -258,11 +255,6 @@ class ForeachStep:
                 torch.mul(grads[e.layer].take(e.place), e.value, out=e.flow)
                 if e.layer in weighted:
                     e.flow.mul_(weighted[e.layer].take(e.norm))
-        for k, group in enumerate(groups):
-            if group["maximize"]:
-                for x in (self.sums_of.get(k), *(e.flow for e in self.entries if e.layer == k)):
-                    if x is not None:
-                        x.neg_()
         self.flow.zero_().index_add_(0, self.sums_to, self.sums, alpha=-1).index_add_(0, self.entries_to, self.flows)
         total = self.flow.sum().item()
         for k in self.rest:
@@ -293,6 +285,8 @@ class ForeachStep:
         d = q / value
         if norms and self.rule == "released":
             d /= self._root_norms(norms)
+        if any(group["maximize"] for group in groups):
+            d *= 1 - 2 * self._per_root(groups, "maximize")
         if root_buffer is not None:
             d = self._root_direction(groups, d, root_buffer, root_fresh)
         lr = self._per_root(groups, "lr")
@@ -396,6 +390,13 @@ class ForeachStep:
             self.views[k].add_(directions[k], alpha=-rates[k])
         for e in self.entries:
             self.weights[e.layer].index_put_(self.layers[e.layer].entries, e.value)
+
+
+def _tame(x: Tensor) -> bool:
+    """Whether squares are far from the limits of the dtype."""
+    low, high = (float(bound) for bound in x.abs().aminmax())
+    far = torch.finfo(x.dtype).max ** 0.4
+    return low * far > 1 and high < far
 
 
 def _blocks(view: Tensor, axis: int) -> list[tuple[int, int]]:

@@ -133,6 +133,9 @@ def _aliased(walk: Walk, model: nn.Module) -> None:
     ranges = []
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
         if p.device.type != "meta" and p.layout == torch.strided and p.numel():
+            if any(n > 1 and step == 0 for n, step in zip(p.shape, p.stride(), strict=True)):
+                overlap = PinnedAt(torch.empty(0), "alias", name, "its entries share memory (expand)")
+                walk.misused.setdefault(name, overlap)
             first = p.untyped_storage().data_ptr() + int(p.storage_offset()) * p.element_size()
             last = sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True))
             ranges.append((str(p.device), first, first + (last + 1) * p.element_size(), name))

@@ -26,7 +26,7 @@ class InGSpace(GSpaceOptimizer):
 
     Args:
         model: The model, not its parameters.
-        optimizer_class: For example `torch.optim.Adam`.
+        optimizer_class: For example `torch.optim.Adam`; any that has groups of parameters and needs no closure.
         kwargs: Passed to `optimizer_class`; the others are those of `GSGD`.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -51,7 +51,10 @@ class InGSpace(GSpaceOptimizer):
         **kwargs: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-            raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
+            what = getattr(optimizer_class, "__name__", None) or f"an object of {type(optimizer_class).__name__}"
+            raise TypeError(f"optimizer_class must be a class, such as torch.optim.Adam, got {what}")
+        if issubclass(optimizer_class, torch.optim.LBFGS):
+            raise TypeError("LBFGS cannot be the inner optimizer: it takes one group of parameters and a closure")
         self.optimizer_class, self.optimizer_kwargs = optimizer_class, kwargs
         self._owned: dict[Tensor | int, Tensor] = {}
         # Any parameters do to learn (and check) the defaults of the inner optimizer.

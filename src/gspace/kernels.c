@@ -11,7 +11,7 @@ enum {
 };
 enum { GRAD, BUFFER, FRESH }; /* the header: for each, one number per parameter */
 enum { LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER };
-enum { FOLD = 11, ROOT = 7, WIDEST = 8192, LONG = 2048, AHEAD = 32 };
+enum { FOLD = 10, ROOT = 7, WIDEST = 8192, LONG = 2048, AHEAD = 32 };
 
 typedef struct {
     const int64_t *params, *folds, *free, *roots; /* the order of TABLES and SCRATCH in native.py */
@@ -171,11 +171,10 @@ static void fetch(const REAL *w, const REAL *g, int64_t at)
     }
 }
 
-static void fold(const Plan *p, const int64_t *header, const double *hyper, int64_t i)
+static void fold(const Plan *p, const int64_t *header, int64_t i)
 {
     const int64_t *f = p->folds + i * FOLD, count = f[1], taps = f[2], stride = f[3], first = f[4], end = f[5], edges = f[7];
     const REAL *w = (const REAL *)f[8], *g = (const REAL *)header[f[9]];
-    const REAL sign = (REAL)hyper[f[10] * HYPER + SIGN];
     REAL *restrict total = (edges < 0 ? p->norms : p->sums) + f[6];
     for (int64_t item = first; item < end && edges >= 0; item++) fetch(w, g, p->free[(edges + item) * 2]);
     for (int64_t item = first; item < end; item++) total[item] = 0;
@@ -193,7 +192,7 @@ static void fold(const Plan *p, const int64_t *header, const double *hyper, int6
         } else {
             const int64_t *edge = p->free + (edges + item) * 2;
             const REAL s = edge[0] >= 0 && g ? w[edge[0]] * g[edge[0]] : 0;
-            total[item] = sign * (total[item] - (p->paper ? s * p->norms[edge[1]] : s));
+            total[item] -= p->paper ? s * p->norms[edge[1]] : s;
         }
     }
 }
@@ -209,12 +208,12 @@ static void gather(const Plan *p, const int64_t *header, const double *hyper, co
         }
         REAL behind = 0, norm = p->normalized ? p->norms[root[5]] : 1;
         for (int64_t k = 0; k < root[2]; k++) behind += p->sums[p->lists[root[1] + k]];
-        REAL s = g ? w[root[4]] * g[root[4]] * (REAL)hyper[root[6] * HYPER + SIGN] : 0;
+        REAL s = g ? w[root[4]] * g[root[4]] : 0;
         if (p->paper) {
             s *= norm;
             norm = 1;
         }
-        p->root_grad[root[0]] = (s - behind) / norm / (in[root[0]] * out[root[0]]);
+        p->root_grad[root[0]] = (REAL)hyper[root[6] * HYPER + SIGN] * (s - behind) / norm / (in[root[0]] * out[root[0]]);
     }
 }
 
@@ -244,19 +243,24 @@ static void move(const Plan *p, const double *hyper, const REAL *in, const REAL 
     }
 }
 
-/* Factors of each unit as tail and as head; the coordinates after the step. */
-static void advance(const Plan *p, REAL *restrict in, REAL *restrict out)
+/* Factors of each unit as tail and as head; the coordinates after the step. Returns whether a square of a factor is far from
+ * the limits of REAL. */
+static int advance(const Plan *p, REAL *restrict in, REAL *restrict out)
 {
     const int64_t n = p->n_units;
+    const REAL far = sizeof(REAL) == 4 ? (REAL)1e15 : (REAL)1e150, near = 1 / far;
     REAL *restrict f = p->factors, *restrict c = f + 3 * n, *restrict rc = f + 5 * n;
+    int tame = 1;
     for (int64_t u = 0; u < n; u++) {
         rc[u] = p->ratio[p->root[u]];
         c[u] = 1;
     }
     if (p->spread)
         for (int64_t u = 1; u < n; u++) c[u] = (REAL)(1 / sqrt(fabs((double)rc[u])));
-#pragma omp simd
+#pragma omp simd reduction(& : tame)
     for (int64_t u = 0; u < n; u++) {
+        const REAL a = in[u] < 0 ? -in[u] : in[u], b = out[u] < 0 ? -out[u] : out[u];
+        tame &= (a > near) & (a < far) & (b > near) & (b < far);
         f[u] = 1 / in[u];
         f[n + u] = 1 / out[u];
         rc[u] *= c[u];
@@ -265,9 +269,10 @@ static void advance(const Plan *p, REAL *restrict in, REAL *restrict out)
         in[u] *= rc[u];
         out[u] /= c[u];
     }
+    return tame;
 }
 
-static void update(const Plan *p, const int64_t *header, const double *hyper, int64_t i, int apply, REAL shrink)
+static void update(const Plan *p, const int64_t *header, const double *hyper, int64_t i, int apply, int tame, REAL shrink)
 {
     Chunk k = chunk_at(p, header, i);
     const int64_t *r = k.record;
@@ -297,7 +302,7 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
             const int64_t a = entry_c[j] - k.row0;
             if (a >= 0 && a < k.rows) kept_c[j] = k.w[a * k.stride + first + j];
         }
-        const int simple = apply && k.g && decay == 0 && momentum == 0 && !r[NORMAL];
+        const int simple = apply && tame && k.g && decay == 0 && momentum == 0 && !r[NORMAL];
         if (simple)
             for (int64_t j = 0; j < width; j++) d[j] = i_c[j] * i_c[j] * m_c[j];
         for (int64_t a = 0; a < k.rows;) {
@@ -369,16 +374,16 @@ static int flows(const Plan *p, const int64_t *header, int sums, int norms)
     return finite;
 }
 
-static void folds(const Plan *p, const int64_t *header, const double *hyper, int64_t first, int64_t end)
+static void folds(const Plan *p, const int64_t *header, int64_t first, int64_t end)
 {
 #pragma omp parallel for schedule(static) num_threads(p->threads) if (p->threads > 1)
-    for (int64_t i = first; i < end; i++) fold(p, header, hyper, i);
+    for (int64_t i = first; i < end; i++) fold(p, header, i);
 }
 
-static void updates(const Plan *p, const int64_t *header, const double *hyper, int apply, REAL shrink)
+static void updates(const Plan *p, const int64_t *header, const double *hyper, int apply, int tame, REAL shrink)
 {
 #pragma omp parallel for schedule(static) num_threads(p->threads) if (p->threads > 1)
-    for (int64_t i = p->n_chunks - 1; i >= 0; i--) update(p, header, hyper, i, apply, shrink); /* what was read last is cached */
+    for (int64_t i = p->n_chunks - 1; i >= 0; i--) update(p, header, hyper, i, apply, tame, shrink); /* what was read last is cached */
 }
 
 /* One step; 0, and nothing moved, if a sum of w·g is not finite. */
@@ -387,12 +392,12 @@ int step(const Plan *p, const int64_t *header, const double *hyper, REAL *in, RE
     REAL shrink = 1;
     if (p->paper) {
         flows(p, header, 0, 1);
-        folds(p, header, hyper, 0, p->norm_folds);
+        folds(p, header, 0, p->norm_folds);
         if (!flows(p, header, 1, 0)) return 0;
-        folds(p, header, hyper, p->norm_folds, p->n_folds);
+        folds(p, header, p->norm_folds, p->n_folds);
     } else {
         if (!flows(p, header, 1, 1)) return 0;
-        folds(p, header, hyper, 0, p->n_folds);
+        folds(p, header, 0, p->n_folds);
     }
     gather(p, header, hyper, in, out);
     if (p->max_norm > 0) {
@@ -401,7 +406,7 @@ int step(const Plan *p, const int64_t *header, const double *hyper, REAL *in, RE
             p->factors[u] = 1 / in[u];
             p->factors[p->n_units + u] = 1 / out[u];
         }
-        updates(p, header, hyper, 0, 1);
+        updates(p, header, hyper, 0, 0, 1);
         for (int64_t i = 0; i < p->n_chunks; i++) total += (double)p->squares[i];
         for (int64_t i = 0; i < p->n_roots; i++) {
             const double q = (double)p->root_grad[p->roots[i * ROOT]];
@@ -411,7 +416,6 @@ int step(const Plan *p, const int64_t *header, const double *hyper, REAL *in, RE
         shrink = (REAL)(total < 1 ? total : 1);
     }
     move(p, hyper, in, out, buffer, fresh, shrink);
-    advance(p, in, out);
-    updates(p, header, hyper, 1, shrink);
+    updates(p, header, hyper, 1, advance(p, in, out), shrink);
     return 1;
 }

@@ -37,7 +37,7 @@ with suppress(ImportError):  # before Triton 3.4, where no launch is EARLY
 FIELDS = tl.constexpr(len(RECORD))
 # Hyper-parameters of a group, float64.
 LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER = (tl.constexpr(i) for i in range(7))
-FOLD, ROOT, SLOTS = tl.constexpr(11), tl.constexpr(7), tl.constexpr(128)
+FOLD, ROOT, SLOTS = tl.constexpr(10), tl.constexpr(7), tl.constexpr(128)
 SHALLOW, WIDER = tl.constexpr(FEW), tl.constexpr(MORE)
 PENDING, SKIP, SKIPPED = (tl.constexpr(i) for i in range(3))
 
@@ -189,7 +189,7 @@ def flow_pass(
 
 @triton.jit
 def _fold(
-    fold, grads, hyper, partial, norms, free, sums,
+    fold, grads, partial, norms, free, sums,
     WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, DEPTH: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     source, count, taps, stride = tl.load(fold), _field(fold, 1), _field(fold, 2), _field(fold, 3)
@@ -202,7 +202,6 @@ def _fold(
     g_least = tl.where(g_address != 0, 0, 2**62)
     w = tl.load(tl.load(fold + 8).to(tl.pointer_type(DTYPE)) + offset, mask=offset >= 0, other=0.0).to(ACC)
     g = tl.load(g_address.to(tl.pointer_type(DTYPE)) + offset, mask=offset >= g_least, other=0.0).to(ACC)
-    sign = tl.load(hyper + tl.load(fold + 10) * HYPER + SIGN).to(ACC)
     total = tl.zeros([DEPTH, ITEMS], ACC)
     for q in range(0, count, DEPTH):
         at = q + tl.arange(0, DEPTH)
@@ -215,7 +214,7 @@ def _fold(
         s = w * g
         if WEIGHTED:
             s *= tl.load(norms + tl.load(free + (edges + item) * 2 + 1, mask=exists, other=0))
-        tl.store(sums + target + item, sign * (result - s), mask=exists)
+        tl.store(sums + target + item, result - s, mask=exists)
 
 
 @triton.jit
@@ -235,9 +234,9 @@ def fold_pass(
         gdc_launch_dependents()
         gdc_wait()
     if shallow:
-        _fold(fold, grads, hyper, partial, norms, free, sums, WEIGHTED, DTYPE, ACC, SHALLOW, ITEMS * WIDER)
+        _fold(fold, grads, partial, norms, free, sums, WEIGHTED, DTYPE, ACC, SHALLOW, ITEMS * WIDER)
     else:
-        _fold(fold, grads, hyper, partial, norms, free, sums, WEIGHTED, DTYPE, ACC, DEPTH, ITEMS)
+        _fold(fold, grads, partial, norms, free, sums, WEIGHTED, DTYPE, ACC, DEPTH, ITEMS)
     if LAST and tl.program_id(0) == 0:
         found = tl.load(flags + PENDING)
         tl.debug_barrier()  # every warp has read it before one of them clears it
@@ -297,14 +296,15 @@ def roots_pass(
         g_address = tl.load(grads + tl.load(record + SLOT))
         w = tl.load(tl.load(record + WEIGHT).to(tl.pointer_type(DTYPE)) + offset, mask=exists, other=0.0).to(ACC)
         g = tl.load(g_address.to(tl.pointer_type(DTYPE)) + offset, mask=exists & (g_address != 0), other=0.0).to(ACC)
-        s = w * g * tl.load(hyper + group * HYPER + SIGN).to(ACC)
+        s = w * g
         norm = tl.full([ROOTS], 1.0, ACC)
         if NORMS:
             norm = tl.load(norms + tl.load(root + 5, mask=exists, other=0))
         if WEIGHTED:
             s *= norm
             norm = tl.full([ROOTS], 1.0, ACC)
-        d = (s - tl.sum(behind, 1)) / norm / value
+        sign = tl.load(hyper + group * HYPER + SIGN).to(ACC)
+        d = sign * (s - tl.sum(behind, 1)) / norm / value
         tl.store(root_grad + unit, d, mask=exists)
     else:
         d = tl.load(root_grad + unit, mask=exists, other=0.0) * tl.load(shrink)

@@ -304,6 +304,8 @@ def embedding(
     if isinstance(indices, Activation):
         walk.pin(indices, "used as indices")
     head = walk.fresh(weight.shape[1])
+    if padding_idx is not None and not (weight is a and padding_idx == -1):  # ATen says -1 for none
+        walk.pin(head, "the row of padding_idx is never trained")
     walk.weight(weight, head, torch.zeros(weight.shape[0], dtype=torch.long), 1, swap=True)
     # Indices of unknown rank are taken as (batch, tokens): what reads the result checks the number of channels.
     lead = indices.shape if isinstance(indices, Activation) and indices.shape is not None else (None, None)

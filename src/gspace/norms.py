@@ -48,7 +48,7 @@ class PathNorm:
 def path_norm(
     model: nn.Module, p: float = 2, *, example_input: Inputs | None = None, graph: PathGraph | None = None
 ) -> PathNorm:
-    """φ_p of `model` in evaluation mode, by one forward pass of one sample (`pathsum.py` says what counts as a path).
+    """φ_p of `model` in evaluation mode, by one forward pass of one sample (`pathrules.py` says what counts as a path).
 
     Args:
         model: Any module whose operations are positively homogeneous.

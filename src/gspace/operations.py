@@ -266,7 +266,7 @@ def _table(names: str) -> dict[type[nn.Module], str]:
 MODULES: dict[type[nn.Module], tuple[str, Callable[[nn.Module], dict[str, Any]]]] = {
     nn.Linear: ("linear", _affine("weight", "bias")),
     nn.modules.linear.NonDynamicallyQuantizableLinear: ("linear", _affine("weight", "bias")),
-    nn.Embedding: ("embedding", lambda m: {"b": m.weight, "max_norm": m.max_norm}),
+    nn.Embedding: ("embedding", lambda m: {"b": m.weight, "padding_idx": m.padding_idx, "max_norm": m.max_norm}),
     nn.PReLU: ("prelu", lambda m: {"slope": m.weight}),
     nn.Threshold: ("threshold", _affine("threshold", "value")),
     nn.Flatten: ("flatten", _affine("start_dim", "end_dim")),

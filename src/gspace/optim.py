@@ -40,7 +40,8 @@ class GSGD(GSpaceOptimizer):
         foreach, fused: As in `torch.optim.SGD`: None takes the fastest way there is (`fast.py`), `fused=True` insists
             on kernels, Triton's on a GPU and compiled C on a CPU, `foreach=False` takes one weight after the other.
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
-        reference: "one" (the paper's v) or "balanced"; chosen from the weights if None.
+        reference: "one" (the paper's v) or "balanced". None: "one" if every free skeleton weight is ±1, as
+            `init_skeleton_` leaves it, which a rescaling changes: say which to compare rescaled networks.
         batch_norm: Rule for rows before a BatchNorm, "released" (the authors' code) or "paper".
         residual, pin, example_input, analysis: See `analyze`.
         max_ratio: Bound on the ratio by which a trained skeleton path changes in one step.
@@ -77,9 +78,10 @@ class GSGD(GSpaceOptimizer):
         # torch's own constructor checks the hyper-parameters it shares with us.
         shared: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "fused": fused}
         torch.optim.SGD([torch.zeros(1, device="cpu")], lr, momentum, dampening, weight_decay, nesterov, **shared)
-        if max_path_grad_norm is not None and not max_path_grad_norm > 0:
-            raise ValueError(f"max_path_grad_norm must be positive, got {max_path_grad_norm}")
-        self.max_path_grad_norm = max_path_grad_norm
+        limit = max_path_grad_norm
+        if limit is not None and not (isinstance(limit, float | int) and limit > 0):
+            raise ValueError(f"max_path_grad_norm must be a positive number, got {limit!r}")
+        self.max_path_grad_norm = limit
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -162,8 +164,8 @@ class GSGD(GSpaceOptimizer):
             return
         weights, grads = read
         groups = [self.param_groups[g] for g in self._layer_group]
+        root_grad = self._root_path_grads(weights, grads) * (1 - 2 * self._per_unit("maximize"))
         grads = [-g if group["maximize"] else g for g, group in zip(grads, groups, strict=True)]
-        root_grad = self._root_path_grads(weights, grads)
         shrink = self._shrink(weights, grads, root_grad)
         direction = self._root_direction(root_grad * shrink)
         value = self.incoming * self.outgoing

@@ -18,7 +18,7 @@ from gspace.balance import balanced_log_scales
 from gspace.graph import analyzed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scales:
     """An element of 𝒢: one positive factor per unit, exact units first, then absorbed ones.
 
@@ -122,16 +122,23 @@ def _apply(model: nn.Module, analysis: Analysis, c: Tensor) -> None:
         if bool((factor != 1).any()):
             changes.append((buffers[s.name], factor.to(buffers[s.name].device)))
     for view, factor in changes:
-        largest = (view.abs() * factor).amax() if view.numel() else view.new_zeros(())
-        smallest = torch.where(view == 0, torch.inf, view.abs() * factor).amin() if view.numel() else view.new_ones(())
-        limits = torch.finfo(view.dtype)
-        if not bool(largest <= limits.max) or bool(smallest < limits.tiny * limits.eps):
+        limits, before, after = torch.finfo(view.dtype), view.abs(), view.abs() * factor
+        lost = (after < limits.tiny * limits.eps) & (before > 0)
+        # Single weights may lose digits below the normal numbers, but not all of a row.
+        faint = (_row_sizes(after) < limits.tiny) & (_row_sizes(before) >= limits.tiny)
+        if not bool((after <= limits.max).all()) or bool(lost.any()) or bool(faint.any()):
+            low, high = (float(x) for x in after[before > 0].aminmax())
             raise ValueError(
-                f"these scales take a weight out of the range of {view.dtype} (largest would be {float(largest):.3g})"
+                f"these scales take a weight out of the range of {view.dtype} (they would be {low:.3g} to {high:.3g})"
             )
     with torch.no_grad():
         for view, factor in changes:
             view.copy_(view * factor)
+
+
+def _row_sizes(view: Tensor) -> Tensor:
+    """Largest |w| of each row of a parameter's view; a statistic is its own row."""
+    return view.flatten(2).amax(2) if view.dim() > 2 and view.numel() else view
 
 
 def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | None = None, **options: Any) -> Scales:

@@ -26,7 +26,7 @@ Choice = Literal["aligned", "pivoted"]
 ONLY_ZEROS = "have skeleton weights of 0 (in the first weight that writes them or the last that reads them)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Skeleton:
     """The skeleton weights of every unit an optimizer can use.
 

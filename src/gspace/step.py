@@ -12,7 +12,7 @@ one update per weight (`allocate_weights`). Nothing loops over units or depth.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ Number = float | Tensor
 BatchNormRule = Literal["released", "paper"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layer:
     """One parameter and its place on the skeleton, on the device of the parameter.
 
@@ -80,7 +80,7 @@ def plan(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> list[Layer]:
         device = weight.device
         layers.append(
             Layer(
-                Edges(e.name, e.head.to(device), e.tail.to(device), e.swap, e.normalized, e.first, e.last),
+                replace(e, head=e.head.to(device), tail=e.tail.to(device)),
                 tuple(i.to(device) for i in place),
                 torch.cat([roots, none(free)]).to(device),
                 torch.cat([none(roots), free]).to(device),

@@ -10,7 +10,7 @@ the matrices chunk by chunk. Which numbers a record holds is written in `RECORD`
 | params | parameters | `RECORD` |
 | chunks | programs of the two passes | parameter, group, first row, first column |
 | folds | programs of the fold | source, sums per item, taps, stride, first item, end, target, edges (−1: norms); \
-address, slot and group of the parameter |
+address and slot of the parameter |
 | units | rows of each parameter; columns | units; skeleton entries (the column of a row, the row of a column, or −1); \
 row norms (the sum over row and column is an index; index 0 is a norm of 1) |
 | free | inputs of parameters | offset of the free entry (−1 if none), index of its row norm |
@@ -238,8 +238,7 @@ class Builder:
         size = self.fold_items * (MORE if count <= FEW else 1)
         for first in range(0, items, size):
             span = (first, min(first + size, items))
-            of = (record["weight"], record["slot"], record["group"])
-            self.folds.append([source, count, taps, stride, *span, target, edges, *of])
+            self.folds.append([source, count, taps, stride, *span, target, edges, record["weight"], record["slot"]])
 
     def _put(self, *vectors: Tensor) -> int:
         start = self.indices
@@ -252,7 +251,7 @@ class Builder:
         norm_folds = sum(fold[7] < 0 for fold in folds)
         if norm_folds == len(folds):
             # The first program of the last fold also decides whether the step is taken: there is always one.
-            folds.append([0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0])
+            folds.append([0, 0, 1, 0, 0, 0, 0, 0, 0, 0])
         nothing = torch.empty(0, dtype=torch.long)
         behind = root[torch.cat([nothing, *self.tails])]
         order = behind.argsort(stable=True)

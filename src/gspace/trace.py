@@ -300,7 +300,7 @@ def _propagate_shapes(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, A
     """Writes `node.meta["val"]` by running the graph on the meta device: no memory, no arithmetic, no side effect."""
 
     def meta(x: Any) -> Any:
-        return torch.utils._pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), x)
+        return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), x)
 
     class Run(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:

@@ -58,9 +58,7 @@ def _gsgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Opti
 
 
 def _path_sgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
-    if recipe.nesterov or recipe.weight_decay:
-        raise RecipeError("path-sgd has neither nesterov nor weight_decay")
-    return PathSGD(model, rate, recipe.momentum, example_input=example)
+    return PathSGD(model, rate, **_momentum(recipe), example_input=example)
 
 
 OPTIMIZERS: Mapping[str, Builder] = {

@@ -1,6 +1,6 @@
 """Runs a list of recipes, one after the other; several processes may work on one list.
 
-    python -m gspace.lab.train --queue jobs.json --out runs
+    gspace train --queue jobs.json --out runs
 
 `jobs.json` is a list of recipes (the fields that are not at their default). A process takes the next run that is
 neither finished nor held by another one, and holds its folder while it works. MLPs that differ in seed and rate alone
@@ -10,7 +10,6 @@ The exit code is 1 if a run failed, else 0, also if runs were left to other proc
 does its part. `gspace train --seeds` and `gspace reproduce` were asked for all of their runs and end in 4 instead.
 """
 
-import argparse
 import gc
 import json
 import sys
@@ -21,13 +20,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from gspace.lab.engine import Engine
 from gspace.lab.errors import BusyError, Interrupted, LabError, RecipeError
 from gspace.lab.loop import Progress
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import SUMMARY, Line, Run, open_run
 from gspace.lab.stacked import stack_key, stackable
-from gspace.lab.stopping import interruption, stop_requests
+from gspace.lab.stopping import interruption
 from gspace.lab.train import Session, work_alone, work_in_stacks
 
 
@@ -184,36 +182,3 @@ def show(progress: Progress) -> None:
             f"{progress.images_per_second:.0f} images/s {progress.seconds_left:.0f} s left",
             flush=True,
         )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m gspace.lab.train", description=__doc__.splitlines()[0])
-    parser.add_argument("--queue", type=Path, required=True, help="JSON list of recipes")
-    parser.add_argument("--out", type=Path, required=True, help="folder of run folders")
-    parser.add_argument("--data-dir", type=Path, help="folder of data sets (else GSPACE_DATA)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--minutes", type=float, help="stop after this time, with a checkpoint")
-    parser.add_argument("--stack", type=int, default=16, help="most MLPs to train at once")
-    parser.add_argument("--checkpoint-seconds", type=float, default=60.0, help="time between checkpoints")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
-    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, help="CUDA graph (default: on a GPU)")
-    parser.add_argument("--deterministic", action="store_true", help="same bits each time on a GPU, at some cost")
-    parser.add_argument("--quiet", action="store_true", help="only a line per finished run")
-    options = parser.parse_args(argv)
-    engine = Engine(
-        device=options.device,
-        compile=options.compile,
-        graph=options.graph,
-        deterministic=options.deterministic,
-        checkpoint_seconds=options.checkpoint_seconds,
-    )
-    try:
-        with stop_requests(options.minutes) as stop:
-            watch = None if options.quiet else show
-            session = Session(options.data_dir, engine, watch, stop=stop, minutes=options.minutes)
-            recipes = read_queue(options.queue)
-            return conclude(run_queue(recipes, options.out, session, stack=options.stack), shared=True)
-    except LabError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code

@@ -1,7 +1,7 @@
 """`gspace reproduce NAME`: the runs of a table or figure of the paper, those that are not finished, then its report.
 
 `--list` shows them and what they cost; `--list --json` writes those that are not finished as the list that
-`python -m gspace.lab.train --queue` takes.
+`gspace train --queue` takes.
 """
 
 import argparse
@@ -143,7 +143,7 @@ FILTERS: tuple[tuple[str, str, Callable[[Cell], str]], ...] = (
 
 
 def as_queue(recipes: Sequence[Recipe]) -> str:
-    """The list that `python -m gspace.lab.train --queue` takes, a recipe per line."""
+    """The list that `gspace train --queue` takes, a recipe per line."""
     return "[\n" + ",\n".join(json.dumps(short_recipe(recipe)) for recipe in recipes) + "\n]"
 
 

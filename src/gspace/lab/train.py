@@ -2,14 +2,13 @@
 
     summary = train(recipe, "runs")              # one run
     summaries = train_many(recipes, "runs")      # MLPs that differ in seed and rate, all at once
-    python -m gspace.lab.train --queue jobs.json --out runs     # every recipe of a list, shared by several processes
+    gspace train --queue jobs.json --out runs    # every recipe of a list, shared by several processes
 
 Everything random in iteration i is a function of (seed, i), see seeds.py; the state of a run is its weights, its
 optimizer and i. A run that is stopped, by a signal or by force, continues from its checkpoint to the same bits.
 """
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -180,9 +179,3 @@ def _tensorboard(runs: Sequence[Run], iteration: int) -> Iterator[Watch]:
     finally:
         for writer in writers.values():
             writer.close()
-
-
-if __name__ == "__main__":
-    from gspace.lab.queue import main
-
-    sys.exit(main())
