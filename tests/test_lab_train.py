@@ -526,7 +526,9 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_its_exit_code(tmp_path: Pa
 def test_minutes_end_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments(tmp_path, [LONG], "--minutes", "0.02")) == 128 + signal.SIGALRM
     err = capsys.readouterr().err
-    assert re.fullmatch(r"the 0\.02 minutes are over at iteration \d+ of 10000000; run again to continue\n", err)
+    assert re.fullmatch(
+        r"gspace: error: the 0\.02 minutes are over at iteration \d+ of 10000000; run again to continue\n", err
+    )
     assert (tmp_path / "runs" / LONG.folder / "checkpoint").exists()
 
 

@@ -33,7 +33,7 @@ def require_one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 def require_guards(max_ratio: float, max_drift: float, allocation: str) -> None:
     for name, bound in (("max_ratio", max_ratio), ("max_drift", max_drift)):
         if not isinstance(bound, float | int) or not bound >= 1:
-            raise ValueError(f"{name} must be a number of at least 1 (1: held, inf: no bound), got {bound!r}")
+            raise ValueError(f"{name} must be at least 1 (1: held, inf: no bound), got {bound!r}")
     if allocation == "spread" and max_ratio == float("inf"):
         raise ValueError("allocation='spread' takes roots of path ratios and needs a finite max_ratio")
 

@@ -391,7 +391,8 @@ class GSpaceOptimizer(Optimizer):
         ratio, raw = self._last
         roots = self.skeleton.roots.to(self._root.device)
         value = (self.incoming * self.outgoing)[1:]
-        rates = [torch.as_tensor(g["lr"], dtype=torch.float64).reshape(()).to(value.device) for g in self.param_groups]
+        here: dict[str, Any] = {"dtype": torch.float64, "device": value.device}
+        rates = [torch.as_tensor(group["lr"], **here).reshape(()) for group in self.param_groups]
         at = torch.tensor([0.0, 0.05, 0.5, 0.95, 1.0], dtype=ratio.dtype, device=ratio.device)
         quantiles = ratio[roots].quantile(at).tolist() if len(roots) else []
         return {

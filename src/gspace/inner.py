@@ -52,7 +52,7 @@ class InGSpace(GSpaceOptimizer):
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             what = getattr(optimizer_class, "__name__", None) or f"an object of {type(optimizer_class).__name__}"
-            raise TypeError(f"optimizer_class must be a class, such as torch.optim.Adam, got {what}")
+            raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {what}")
         if issubclass(optimizer_class, torch.optim.LBFGS):
             raise TypeError("LBFGS cannot be the inner optimizer: it takes one group of parameters and a closure")
         self.optimizer_class, self.optimizer_kwargs = optimizer_class, kwargs

@@ -80,7 +80,7 @@ class GSGD(GSpaceOptimizer):
         torch.optim.SGD([torch.zeros(1, device="cpu")], lr, momentum, dampening, weight_decay, nesterov, **shared)
         limit = max_path_grad_norm
         if limit is not None and not (isinstance(limit, float | int) and limit > 0):
-            raise ValueError(f"max_path_grad_norm must be a positive number, got {limit!r}")
+            raise ValueError(f"max_path_grad_norm must be positive, got {limit!r}")
         self.max_path_grad_norm = limit
         defaults = {
             "lr": lr,
