@@ -54,7 +54,7 @@ class InGSpace(GSpaceOptimizer):
             what = getattr(optimizer_class, "__name__", None) or f"an object of {type(optimizer_class).__name__}"
             raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {what}")
         if issubclass(optimizer_class, torch.optim.LBFGS):
-            raise TypeError("LBFGS cannot be the inner optimizer: it takes one group of parameters and a closure")
+            raise ValueError("LBFGS cannot be the inner optimizer: it takes one group of parameters and a closure")
         self.optimizer_class, self.optimizer_kwargs = optimizer_class, kwargs
         self._owned: dict[Tensor | int, Tensor] = {}
         # Any parameters do to learn (and check) the defaults of the inner optimizer.
