@@ -377,7 +377,7 @@ def test_a_mistake_is_one_line_with_its_code_and_loses_nothing(
 def test_on_a_full_disk_the_report_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(*TINY, "--out", tmp_path / "runs") == 0
     (tmp_path / "report").mkdir()
-    (tmp_path / "report" / "report.md.part").symlink_to("/dev/full")
+    (tmp_path / "report" / f"report.md.{os.getpid()}.part").symlink_to("/dev/full")
     capsys.readouterr()
     assert main("report", tmp_path / "runs", "--out", tmp_path / "report") == 4
     err = capsys.readouterr().err
@@ -642,3 +642,66 @@ def test_an_interrupted_command_ends_in_a_line(
     monkeypatch.setattr(cli, "build_parser", interrupted)
     assert cli.main(["tour"]) == 130
     assert capsys.readouterr().err == "gspace: stopped by SIGINT\n"
+
+
+COMMAND = [sys.executable, "-m", "gspace"]
+
+
+@pytest.mark.parametrize("seeds", ["0", "0-1"])
+def test_a_reader_that_goes_away_loses_nothing(seeds: str, tmp_path: Path) -> None:
+    """`gspace train … | head`: what was trained is in a checkpoint, and other runs of the list are not begun."""
+    options = ["--iterations", "100000", "--hidden", "4", "--optimizer", "path-sgd", "--eval-every", "50"]
+    command = [*COMMAND, "train", *options, "--seeds", seeds, "--device", "cpu", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 128 + signal.SIGPIPE
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read()
+    assert len(list(tmp_path.glob("*/checkpoint"))) == len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_stack_that_is_killed_at_once_has_what_its_members_point_to(tmp_path: Path) -> None:
+    command = [*COMMAND, "train", "--iterations", "1000000", "--hidden", "4", "--seeds", "0-2", "--device", "cpu"]
+    process = subprocess.Popen([*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    while len(list(tmp_path.glob("*/checkpoint"))) < 3:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    (host,) = [folder for folder in tmp_path.iterdir() if "-seed0-" in folder.name]
+    with open_run(tmp_path, read_run(host).recipe) as run:
+        state = run.load()
+    assert state is not None
+    assert "learner" in state
+    assert len(state["members"]) == 3
+
+
+def test_what_a_model_prints_is_not_among_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "talks.py").write_text(
+        "import torch\n\nclass Talks(torch.nn.Sequential):\n    def forward(self, x):\n        print('fwd')\n"
+        "        return super().forward(x)\n\ndef make():\n"
+        "    return Talks(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))\n"
+    )
+    assert main("analyze", f"{tmp_path / 'talks.py'}:make", "--verify", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["H"] == 4
+
+
+def test_an_encoding_without_greek_shows_the_rest() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([*COMMAND, "train", "--help"], capture_output=True, env=environment, check=False)
+    assert done.returncode == 0
+    assert b"--weight-decay" in done.stdout
+
+
+def test_two_processes_may_write_one_file(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from gspace.lab.record import write_atomic\n"
+        "for _ in range(100): write_atomic(Path(sys.argv[1]), sys.argv[2].encode() * 10000)"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "file"), text]) for text in "ab"]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    assert (tmp_path / "file").read_bytes() in (b"a" * 10000, b"b" * 10000)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -322,3 +322,10 @@ def test_the_list_costs_the_runs_in_the_order_they_are_run(experiment: Experimen
     cells = variant.cells(experiment, decided)
     text = reproduce.as_text(experiment, variant, cells, unknown)
     assert text.splitlines()[-1] == f"left: {len(jobs(cells))} runs, about {reproduce.costs(jobs(cells))}"
+
+
+@pytest.mark.parametrize("name", ["momentum", "regularization"])
+def test_headings_say_how_long_their_runs_are(name: str) -> None:
+    cells = Variant(length=Fraction(1, 8)).cells(EXPERIMENTS[name], unknown)
+    assert {cell.recipes[0].iterations for cell in cells} == {1000}
+    assert all("1,000 iterations" in cell.part for cell in cells)

@@ -49,11 +49,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report; 1 if the verification failed, else 0."""
-    model, analysis, inputs, generator = analyzed(args)
     changes: dict[str, float] = {}
-    if args.verify:
-        inputs = inputs or random_inputs(model, [guess_shape(model)], generator)
-        changes = largest_changes(model, analysis, inputs, generator)
+    with contextlib.redirect_stdout(sys.stderr):  # what the model prints
+        model, analysis, inputs, generator = analyzed(args)
+        if args.verify:
+            inputs = inputs or random_inputs(model, [guess_shape(model)], generator)
+            changes = largest_changes(model, analysis, inputs, generator)
     exact = all(change <= TOLERANCE for change in changes.values())
     if args.json:
         verified = {"verify": {**changes, "tolerance": TOLERANCE, "exact": exact}} if args.verify else {}
@@ -77,7 +78,7 @@ def analyzed(args: argparse.Namespace) -> tuple[nn.Module, gspace.Analysis, tupl
     except gspace.TraceError as error:
         if inputs:
             raise
-        raise gspace.TraceError(f"{error} On the command line, --input-shape gives one.") from error
+        raise gspace.TraceError(f"{str(error).rstrip('.')}. On the command line, --input-shape gives one.") from error
     return model, analysis, inputs, generator
 
 

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 the work was done and failed (a verification, say); 2 the 
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -60,6 +61,9 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: runs the command named in `argv` and returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # λ where the encoding has none
     try:
         args = build_parser(argv[0] if argv else None).parse_args(argv)
         return int(args.run(args))

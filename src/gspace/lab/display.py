@@ -5,6 +5,7 @@ cells at once, each with its own line.
 """
 
 import io
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from statistics import fmean
@@ -39,7 +40,8 @@ def display(total: int, *, quiet: bool = False) -> Iterator[Display]:
         yield Lines(quiet)
         return
     bars = Bars(total)
-    with Live(bars.body, console=console, refresh_per_second=8, transient=True):
+    to_screen = sys.stdout.isatty()  # else results go to a file
+    with Live(bars.body, console=console, refresh_per_second=8, transient=True, redirect_stdout=to_screen):
         yield bars
 
 

@@ -170,11 +170,17 @@ class Variant:
     def cells(self, experiment: Experiment, scores: Scores) -> list[Cell]:
         """The experiment's cells at this size, as far as the scores decide them."""
         found = experiment.cells(self.quick, lambda recipe: scores(self.apply(recipe)))
-        return [replace(c, recipes=tuple(map(self.apply, c.recipes)), paper=self._printed(c)) for c in found]
+        sized = [replace(c, recipes=tuple(map(self.apply, c.recipes)), paper=self._printed(c)) for c in found]
+        return [replace(c, part=_with_length(c.part, c), row=_with_length(c.row, c)) for c in sized]
 
     def _printed(self, cell: Cell) -> Printed | None:
         """The paper's number stands beside runs of the paper's size only."""
         return cell.paper if self == Variant() else None
+
+
+def _with_length(text: str, cell: Cell) -> str:
+    """A heading that says how long its runs are."""
+    return text.replace("{iterations}", f"{cell.recipes[0].iterations:,}") if "{iterations}" in text else text
 
 
 def shorten(recipe: Recipe, length: Fraction) -> Recipe:
@@ -198,7 +204,7 @@ def stand_in(recipe: Recipe) -> Recipe:
 def data_label(recipe: Recipe) -> str:
     """The data set as a reader must see it."""
     if recipe.stands_for:
-        return f"{DATA_NAMES[recipe.data]} in place of {DATA_NAMES[recipe.stands_for]}"
+        return f"{DATA_NAMES[recipe.data]} in place of {DATA_NAMES.get(recipe.stands_for, recipe.stands_for)}"
     return DATA_NAMES[recipe.data]
 
 

@@ -82,6 +82,8 @@ class Loop:
             torch.set_rng_state(state["random"])
         for k in self.active:
             self.runs[k].rewind(self.iteration)
+        if others and state is None:
+            self._save()  # before what points to it: a kill in between leaves no pointer to nothing
         for run in others:
             run.save(self._kind())
 
@@ -133,7 +135,11 @@ class Loop:
             elapsed += time.perf_counter() - clock
             self.seconds += time.perf_counter() - clock
             lines = self._point(totals, rates) if due else ()
-            self._tell(watches, totals, lines, elapsed)
+            try:
+                self._tell(watches, totals, lines, elapsed)
+            except OSError:  # nobody reads any more (`| head`), or the log has no room
+                self._save()
+                raise
             now = time.perf_counter()
             self.wall += now - clock
             clock = now

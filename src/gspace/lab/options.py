@@ -171,7 +171,7 @@ def numbers(text: str) -> list[int]:
     ranges = [range(ends[0], ends[-1] + 1) for ends in parts if len(ends) <= 2]
     if not ranges or len(ranges) != len(parts) or not all(ranges):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of seeds: write 0,1,2 or 0-2")
-    if sum(map(len, ranges)) > MOST_SEEDS:
+    if sum(some.stop - some.start for some in ranges) > MOST_SEEDS:
         raise argparse.ArgumentTypeError(f"{text!r} are more than {MOST_SEEDS:,} seeds")
     return [seed for some in ranges for seed in some]
 

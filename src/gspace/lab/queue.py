@@ -100,7 +100,7 @@ def _try(members: Sequence[Recipe], out: Path, session: Session, *, whole: bool)
         raise interruption(signum, f"before {members[0].folder}", session.minutes)
     try:
         return _take(members, out, session, whole=whole)
-    except Interrupted:
+    except (Interrupted, BrokenPipeError):
         raise
     except LabError as error:
         print(f"{members[0].folder}: {error}", file=sys.stderr)
@@ -177,8 +177,9 @@ def show(progress: Progress) -> None:
     if any(progress.lines):
         error = " ".join("-" if line is None else f"{100 * line['test_error']:.2f}" for line in progress.lines)
         loss = " ".join(f"{value:.4f}" for value in progress.loss)
+        what = "validation" if progress.recipes[0].validation else "test"
         print(
-            f"  {progress.recipes[0].folder} {progress.iteration}/{progress.total} loss {loss} test error % {error} "
+            f"  {progress.recipes[0].folder} {progress.iteration}/{progress.total} loss {loss} {what} error % {error} "
             f"{progress.images_per_second:.0f} images/s {progress.seconds_left:.0f} s left",
             flush=True,
         )

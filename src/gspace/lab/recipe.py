@@ -77,7 +77,7 @@ class Recipe:
         for name, kind in get_type_hints(Recipe).items():
             object.__setattr__(self, name, _checked(name, kind, getattr(self, name)))
         if (self.iterations is None) == (self.epochs is None):
-            raise RecipeError("a recipe needs either iterations or epochs")
+            raise RecipeError("a recipe needs either iterations or epochs, not both")
         if self.epochs == 0:
             raise RecipeError("epochs must be more than 0")
         if self.nesterov and self.momentum == 0:

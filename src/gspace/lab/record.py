@@ -217,14 +217,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def write_atomic(path: Path, *chunks: bytes | memoryview) -> None:
     """`path` holds either what it held or all of `chunks`, whatever happens in between."""
-    temporary = path.with_name(f"{path.name}.part")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # several processes may write a report
     with _writing(path):
-        with temporary.open("wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            with temporary.open("wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

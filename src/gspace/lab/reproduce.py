@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     experiment = EXPERIMENTS[check_name("experiment", args.name, EXPERIMENTS)]
     if args.quick and args.length != "1":
         raise RecipeError("--quick has a schedule of its own: leave --length out")
-    absent = absent_sets(experiment, args.data_dir) if args.quick else frozenset()
+    absent = absent_sets(experiment, args.data_dir) if args.quick and not args.download else frozenset()
     variant = Variant(args.quick, LENGTHS[args.length], absent)
 
     def cells(scores: Scores) -> list[Cell]:

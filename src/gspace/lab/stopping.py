@@ -8,7 +8,7 @@ from types import FrameType
 
 from gspace.lab.errors import Interrupted
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 
 Stop = Callable[[], int | None]
 """Number of the signal that asks to stop, or None."""
@@ -28,21 +28,21 @@ def interruption(signum: int, where: str, minutes: float | None) -> Interrupted:
 
 @contextmanager
 def stop_requests(minutes: float | None = None) -> Iterator[Stop]:
-    """Turns SIGINT, SIGTERM and SIGALRM into a request that the loop reads; a second one acts as it always did.
+    """Turns these signals into a request that the loop reads; a second one acts as it always did.
 
-    With `minutes`, SIGALRM comes after that time.
+    With `minutes`, SIGALRM comes after that time. What is ignored (`nohup`) stays so.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    before = {signum: signal.getsignal(signum) for signum in STOPPING}
+    before = {s: signal.getsignal(s) for s in STOPPING if signal.getsignal(s) is not signal.SIG_IGN}
 
     def receive(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
         signal.signal(signum, before[signal.Signals(signum)])
 
-    for signum in STOPPING:
+    for signum in before:
         signal.signal(signum, receive)
     try:
         if minutes is not None:

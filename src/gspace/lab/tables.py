@@ -188,7 +188,7 @@ def _regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
         grid = [seeds(short.but(weight_decay=decay), 1) for decay in lambdas]
         for runs in grid:
             decay = runs[0].weight_decay
-            part = f"grid of λ, {short.iterations:,} iterations, validation images"
+            part = "grid of λ, {iterations} iterations, validation images"
             yield Cell(part, f"λ = {decay:g}", method, runs, axis=DECAY)
         found = best(grid, scores)
         for data in ("cifar10",) if quick else ("cifar10", "cifar100"):
@@ -211,7 +211,7 @@ def _momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
         for method in (SGD, G_SGD, FROM_SKELETON):
             full = method.on(base)
             short = _held_out(full, quick)
-            part = f"grid, {short.iterations:,} iterations, validation images"
+            part = "grid, {iterations} iterations, validation images"
             by_rate = [seeds(short.but(lr=rate), 1) for rate in rates]
             for runs in by_rate:
                 yield Cell(part, f"{base.model}, decay {base.weight_decay:g}, lr {runs[0].lr:g}", method, runs)
@@ -248,7 +248,7 @@ def _one_chain(quick: bool, scores: Scores) -> Iterator[Cell]:
     base = cifar("plain-34", "cifar10", quick=quick)
     short = base.but(iterations=80 if quick else 8000)
     stages = Method("stages", "stage by stage (as in table-1)", G_SGD.fields)
-    row = f"{base.model}, {short.iterations:,} iterations"
+    row = f"{base.model}, {{iterations}} iterations"
     beside = (stages, SGD, FROM_SKELETON)
     for method in (*CHAINS, *beside):
         yield Cell("short runs", row, method, seeds(method.on(short), 1))
@@ -278,7 +278,7 @@ def _initial_weights(quick: bool, scores: Scores) -> Iterator[Cell]:
             full = method.on(base)
             full = full.but(init="torchvision" if full.init == "default" else f"torchvision-{full.init}")
             short = full.but(iterations=80 if quick else 8000)
-            yield Cell("short runs", f"{base.model}, {short.iterations:,} iterations", method, seeds(short, 1))
+            yield Cell("short runs", f"{base.model}, {{iterations}} iterations", method, seeds(short, 1))
             if not quick:
                 printed = TABLE_1.get((model, "cifar10", method.key))
                 yield Cell("in full", base.model, method, seeds(full, 3), printed)
