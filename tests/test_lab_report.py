@@ -392,3 +392,13 @@ def test_a_curve_has_the_points_that_all_its_runs_have() -> None:
 
 def test_outcome_of_nothing_has_no_mean() -> None:
     assert Outcome({}).mean is None
+
+
+def test_sets_that_were_absent_for_one_experiment_do_not_split_another() -> None:
+    signs = Variant(quick=True, absent=frozenset({"cifar10"})).cells(EXPERIMENTS["signs"], lambda recipe: None)
+    elsewhere = Variant(quick=True, absent=frozenset({"fashion_mnist"}))
+    other = elsewhere.cells(EXPERIMENTS["mlp-invariance"], lambda recipe: None)[0].recipes[:1]
+    runs = [recipe for cell in signs for recipe in cell.recipes]
+    document = assemble([record(r, 0.1) for r in (*runs, *other)], [EXPERIMENTS["signs"]], "gspace report")
+    (only,) = document.sections
+    assert "–" not in str([table.rows for table in only.tables])

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 from gspace.lab.archive import export, read_records, scores_of, short_recipe
@@ -153,7 +154,7 @@ def shown(parts: Sequence[Part], found: Found) -> list[Part]:
     runs = [{recipe for recipe in jobs(part.cells) if recipe in found} for part in parts]
     owners = Counter(recipe for some in runs for recipe in some)
     kept = [any(owners[recipe] == 1 for recipe in some) for some in runs]
-    for k, some in enumerate(runs):
+    for k, some in sorted(enumerate(runs), key=lambda numbered: -len(numbered[1])):
         kept[k] = kept[k] or not some <= set().union(*(one for one, there in zip(runs, kept, strict=True) if there))
     return [part for part, there in zip(parts, kept, strict=True) if there]
 
@@ -163,11 +164,9 @@ def variants(recipes: Collection[Recipe]) -> Iterator[Variant]:
     full = any(not recipe.quick for recipe in recipes)
     yield from (Variant(length=length) for length in LENGTHS.values() if full)
     quick = [recipe for recipe in recipes if recipe.quick]
-    absent = frozenset(recipe.stands_for for recipe in quick if recipe.stands_for)
-    if any(not recipe.stands_for for recipe in quick):
-        yield Variant(quick=True)
-    if absent:
-        yield Variant(quick=True, absent=absent)
+    absent = sorted({recipe.stands_for for recipe in quick if recipe.stands_for})
+    for size in range(len(absent) + 1 if quick else 0):  # a set may have been absent for one experiment alone
+        yield from (Variant(quick=True, absent=frozenset(some)) for some in combinations(absent, size))
 
 
 def section(part: Part, found: Found) -> Section:
