@@ -492,7 +492,11 @@ def arguments(tmp_path: Path, recipes: list[Recipe], *options: str) -> list[str]
 def start(tmp_path: Path, recipes: list[Recipe]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "gspace", *arguments(tmp_path, recipes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored here, and would be there
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
@@ -527,6 +531,17 @@ def test_minutes_end_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         r"gspace: error: the 0\.02 minutes are over at iteration \d+ of 10000000; run again to continue\n", err
     )
     assert (tmp_path / "runs" / LONG.folder / "checkpoint").exists()
+
+
+def test_a_signal_that_was_ignored_asks_for_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_requests() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop() is None
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_time_limit_ends_with_its_runs() -> None:
