@@ -193,7 +193,7 @@ def test_the_list_shows_runs_and_cost(name: str, tmp_path: Path, capsys: pytest.
     assert EXPERIMENTS[name].question in text
     assert re.search(r"left: \d+ runs, about .* on one NVIDIA H200", text)
     decided = name in ("mlp-invariance", "path-sgd", "regularization", "momentum", "one-chain", "rates")
-    assert ("runs that these decide" in text) == decided
+    assert ("decided by these: " in text) == decided
 
 
 def test_committed_records_count_as_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,6 +325,12 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
         2,
         "no run of the experiment",
     ),
+    "a table that is not decided": (
+        nothing,
+        ["reproduce", "momentum", "--list", "--part", "in full"],
+        2,
+        "none of the tables known so far has 'in full' in its heading: grid, 8,000 iterations, validation images",
+    ),
     "quick and shorter": (nothing, ["reproduce", "table-1", "--quick", "--length", "1/2"], 2, "leave --length out"),
     "negative rate": (nothing, [*TINY, "--lr", "-0.1"], 2, "lr must be at least 0, not -0.1"),
     "no number": (nothing, [*TINY, "--lr", "fast"], 2, "lr must be a number, not 'fast'"),
@@ -440,6 +446,38 @@ def test_a_table_whose_runs_are_in_use_is_reported_without_them(
     assert (tmp_path / "runs" / "report" / "table-1" / "report.md").exists()
     assert read_run(tmp_path / "runs" / second.folder).summary is not None
     assert read_run(tmp_path / "runs" / first.folder).summary is None
+
+
+def test_reproduce_waits_for_others_and_runs_what_they_decide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["reproduce", "rates", "--quick", "--method", "sgd", "--data-dir", tmp_path / "nothing", "--out", tmp_path]
+    assert main(*few, "--list", "--json") == 0
+    first, second = (Recipe.from_dict(fields) for fields in json.loads(capsys.readouterr().out))
+    command = [sys.executable, "-m", "gspace", *map(str, few), "--device", "cpu", "--wait"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with open_run(tmp_path, first) as held:
+        waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert waiting.stdout is not None
+        for line in waiting.stdout:
+            if line == "waiting for the runs of other processes\n":
+                break
+        assert read_run(tmp_path / second.folder).summary is not None
+        assert held.summary is None
+    out, _ = waiting.communicate(timeout=120)
+    assert waiting.returncode == 0
+    assert out.count("status finished") == 2, "the run that was held, and the one that both decide"
+    assert main(*few, "--list") == 0
+    assert "left: 0 runs" in capsys.readouterr().out
+
+
+def test_waiting_for_others_ends_with_the_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = [*FEW, "--data-dir", tmp_path / "nothing", "--out", tmp_path]
+    assert main(*few, "--list", "--json") == 0
+    (only,) = (Recipe.from_dict(fields) for fields in json.loads(capsys.readouterr().out))
+    with open_run(tmp_path, only):
+        assert main(*few, "--wait", "--minutes", "0.05") == 128 + signal.SIGALRM
+    assert capsys.readouterr().err.endswith("minutes are over waiting for other processes; run again to continue\n")
 
 
 def test_a_demo_whose_runs_are_in_use_says_so(

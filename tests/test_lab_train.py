@@ -327,11 +327,9 @@ def test_a_stopped_stack_continues_to_the_same_bits(tmp_path: Path, case: str) -
     recipes = [CASES[case].but(seed=seed) for seed in range(3)]
     with pytest.raises(Interrupted):
         train_many(recipes, tmp_path / "a", stop=stop_at(10))
-    with pytest.raises(RecordError, match="begun in one stack"):
-        train_many(recipes[1:], tmp_path / "a")
     with pytest.raises(RecordError, match="stacked"):
         train(recipes[1], tmp_path / "a")
-    train_many([*recipes, CASES[case].but(seed=3)], tmp_path / "a")  # a new run makes a stack of its own
+    train_many([*recipes[1:], CASES[case].but(seed=3)], tmp_path / "a")  # a new run makes a stack of its own
     train_many(recipes, tmp_path / "b")
     for recipe in recipes:
         assert curve(tmp_path / "a", recipe) == curve(tmp_path / "b", recipe)
@@ -591,10 +589,10 @@ def test_a_finished_run_that_another_process_holds_is_finished(
     ("tally", "shared", "code"),
     [
         (queue.Tally(3), False, 0),
-        (queue.Tally(3, held=1), False, BusyError.exit_code),
-        (queue.Tally(3, held=1), True, 0),
-        (queue.Tally(3, failed=1, held=1), False, 1),
-        (queue.Tally(3, failed=1, held=1), True, 1),
+        (queue.Tally(3, held=frozenset([SMALL])), False, BusyError.exit_code),
+        (queue.Tally(3, held=frozenset([SMALL])), True, 0),
+        (queue.Tally(3, failed=1, held=frozenset([SMALL])), False, 1),
+        (queue.Tally(3, failed=1, held=frozenset([SMALL])), True, 1),
         (queue.Tally(), False, 0),
     ],
 )
@@ -884,10 +882,17 @@ def test_a_stack_goes_on_although_one_of_its_runs_has_ended(tmp_path: Path) -> N
     assert ended == [True, False, False]
     rest = train_many(recipes[1:], tmp_path / "a")
     assert [line["test_error"] for line in rest] == [line["test_error"] for line in whole[1:]]
+
+
+def test_a_stopped_stack_continues_as_it_was_begun_whoever_of_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipes = [SMALL.but(seed=seed) for seed in range(4)]
     with pytest.raises(Interrupted):
-        train_many(recipes[1:], tmp_path / "b", stop=stop_at(30))
-    with pytest.raises(RecordError, match=r"seed1-.* was begun in one stack with .*seed2-.*: continue both together"):
-        train_many(recipes[1:2], tmp_path / "b")
+        train_many(recipes, tmp_path / "runs", stop=stop_at(30))
+    assert cli.main([*arguments(tmp_path, recipes), "--stack", "2"]) == 0
+    assert [line["stacked"] for line in (result(tmp_path / "runs", recipe) for recipe in recipes)] == [4] * 4
+    assert "failed" not in capsys.readouterr().err
 
 
 def test_errors_are_measured_in_evaluation_mode_and_on_all_images(tmp_path: Path) -> None:

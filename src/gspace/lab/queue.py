@@ -7,23 +7,26 @@ neither finished nor held by another one, and holds its folder while it works. M
 are taken together, as one stack. A run that fails is reported and left; running the queue again continues it.
 
 The exit code is 1 if a run failed, else 0, also if runs were left to other processes: they share the list, and each
-does its part. `gspace train --seeds` and `gspace reproduce` were asked for all of their runs and end in 4 instead.
+does its part. `gspace train --seeds` and `gspace reproduce` were asked for all of their runs and end in 4 instead;
+`gspace reproduce --wait` waits for the other processes.
 """
 
 import gc
 import json
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from gspace.lab.errors import BusyError, Interrupted, LabError, RecipeError
+from gspace.lab.lock import locked
 from gspace.lab.loop import Progress
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import SUMMARY, Line, Run, open_run
+from gspace.lab.record import LOCK, SUMMARY, Line, Run, open_run
 from gspace.lab.stacked import stack_key, stackable
 from gspace.lab.stopping import interruption
 from gspace.lab.train import Session, work_alone, work_in_stacks
@@ -36,18 +39,18 @@ class Tally:
     Attributes:
         runs: How many there are.
         failed: Could not be run.
-        held: Left to other processes.
+        held: Those left to other processes.
         before: Were finished already.
     """
 
     runs: int = 0
     failed: int = 0
-    held: int = 0
+    held: frozenset[Recipe] = frozenset()
     before: int = 0
 
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(
-            self.runs + other.runs, self.failed + other.failed, self.held + other.held, self.before + other.before
+            self.runs + other.runs, self.failed + other.failed, self.held | other.held, self.before + other.before
         )
 
 
@@ -95,9 +98,7 @@ def run_queue(recipes: Sequence[Recipe], out: Path, session: Session, *, stack: 
 
 def _try(members: Sequence[Recipe], out: Path, session: Session, *, whole: bool) -> Tally | None:
     """Takes what is free, and says what fails."""
-    signum = session.stop() if session.stop else None
-    if signum:
-        raise interruption(signum, f"before {members[0].folder}", session.minutes)
+    _check_stop(session, f"before {members[0].folder}")
     try:
         return _take(members, out, session, whole=whole)
     except (Interrupted, BrokenPipeError):
@@ -109,6 +110,12 @@ def _try(members: Sequence[Recipe], out: Path, session: Session, *, whole: bool)
     finally:
         gc.collect()  # networks and CUDA graphs refer to themselves
     return Tally(len(members), failed=len(members))
+
+
+def _check_stop(session: Session, where: str) -> None:
+    signum = session.stop() if session.stop else None
+    if signum:
+        raise interruption(signum, where, session.minutes)
 
 
 def _take(members: Sequence[Recipe], out: Path, session: Session, *, whole: bool) -> Tally | None:
@@ -135,7 +142,7 @@ def _take(members: Sequence[Recipe], out: Path, session: Session, *, whole: bool
                 work_alone(run, session)
         for run in unfinished:
             report(run.recipe, run.summary or {})
-        return Tally(len(members), held=len(left), before=len(members) - len(left) - len(unfinished))
+        return Tally(len(members), held=frozenset(left), before=len(members) - len(left) - len(unfinished))
 
 
 def _claim(held: ExitStack, out: Path, recipe: Recipe) -> Run | None:
@@ -143,6 +150,22 @@ def _claim(held: ExitStack, out: Path, recipe: Recipe) -> Run | None:
         return held.enter_context(open_run(out, recipe))
     except BusyError:
         return None
+
+
+def wait_for_others(held: Collection[Recipe], out: Path, session: Session) -> None:
+    """Returns once a process has let go of one of these runs. Raises `Interrupted` when a signal stops it."""
+    print("waiting for the runs of other processes", flush=True)
+    while all(map(_busy, (out / recipe.folder for recipe in held))):
+        _check_stop(session, "waiting for other processes")
+        time.sleep(1.0)
+
+
+def _busy(folder: Path) -> bool:
+    try:
+        with locked(folder / LOCK):
+            return False
+    except BusyError:
+        return True
 
 
 def conclude(tally: Tally, *, shared: bool = False) -> int:
@@ -153,7 +176,7 @@ def conclude(tally: Tally, *, shared: bool = False) -> int:
     """
     if tally.held:
         hint = "" if shared else ": run again when they have ended"
-        print(f"{tally.held} of {tally.runs} runs left to other processes{hint}", file=sys.stderr, flush=True)
+        print(f"{len(tally.held)} of {tally.runs} runs left to other processes{hint}", file=sys.stderr, flush=True)
     elif tally.runs and tally.before == tally.runs:
         print("1 run, finished before" if tally.runs == 1 else f"{tally.runs} runs, all finished before", flush=True)
     if tally.failed:

@@ -33,12 +33,13 @@ from gspace.lab.errors import RecipeError, RecordError
 from gspace.lab.lock import locked
 from gspace.lab.recipe import Recipe
 
-RECIPE, ENVIRONMENT, METRICS, CHECKPOINT, SUMMARY = (
+RECIPE, ENVIRONMENT, METRICS, CHECKPOINT, SUMMARY, LOCK = (
     "recipe.json",
     "environment.json",
     "metrics.jsonl",
     "checkpoint",
     "summary.json",
+    ".lock",
 )
 _MAGIC = b"gspace-checkpoint-1\n"
 
@@ -122,7 +123,7 @@ def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
     folder = out / recipe.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = locked(folder / ".lock")
+        lock = locked(folder / LOCK)
         lock.__enter__()
     except OSError as error:
         raise RecordError(f"cannot write {folder}: {error.strerror or error}") from error

@@ -7,6 +7,7 @@
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gspace.lab import options
@@ -15,7 +16,7 @@ from gspace.lab.cost import CPU, GPU, Machine, duration, estimate
 from gspace.lab.data import SETS, data_folder, read
 from gspace.lab.errors import RecipeError
 from gspace.lab.experiment import LENGTHS, Cell, Experiment, Scores, Variant, guessed, jobs
-from gspace.lab.queue import Tally, conclude, run_queue
+from gspace.lab.queue import Tally, conclude, run_queue, wait_for_others
 from gspace.lab.recipe import Recipe, check_name
 from gspace.lab.record import Record
 from gspace.lab.report import as_json, assemble, publish
@@ -39,6 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", type=Path, metavar="DIR", help="where the report goes (default: OUT/report/NAME)")
     parser.add_argument("--list", action="store_true", help="show the runs and what is left to pay, run nothing")
     parser.add_argument("--json", action="store_true", help="with --list: the queue file, else the tables, as JSON")
+    parser.add_argument(
+        "--wait", action="store_true", help="wait for runs that other processes hold, and run what they decide"
+    )
     options.add_data(parser)
     options.add_engine(parser)
 
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         left, all_left = (unfinished(cells(known), scores) for known in (scores, guessed(scores)))
         print(as_queue(left) if args.json else as_text(experiment, variant, cells(scores), scores))
         if len(all_left) > len(left) and not args.json:
-            print(f"then {len(all_left) - len(left)} runs that these decide: about {costs(all_left)} in all")
+            print(f"decided by these: {len(all_left) - len(left)} more, about {costs(all_left)} in all")
         return 0
     tally = work(cells, args)
     document = assemble(recorded(args), [experiment], command(args))
@@ -87,9 +91,14 @@ def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> Tal
     expected = unfinished(cells(guessed(scores)), scores)
     options.prepare(expected, args)
     with options.session(args, len(expected)) as session, options.alone(args.json):
+        others: frozenset[Recipe] = frozenset()
         while todo := [recipe for recipe in unfinished(cells(scores), scores) if recipe not in tried]:
-            tally += run_queue(todo, args.out, session, stack=args.stack)
-            tried.update(todo)
+            if others.issuperset(todo):
+                wait_for_others(todo, args.out, session)
+            new = run_queue(todo, args.out, session, stack=args.stack)
+            others = new.held if args.wait else frozenset()
+            tried.update(set(todo) - others)
+            tally += replace(new, runs=new.runs - len(others), held=new.held - others)
             scores = scores_of(recorded(args))
     return tally
 
@@ -126,7 +135,10 @@ def selected(cells: Sequence[Cell], args: argparse.Namespace) -> list[Cell]:
                 check_name(wanted, name, sorted(there))
             kept = [cell for cell in kept if key(cell) in asked]
     if args.part:
+        parts = dict.fromkeys(cell.part for cell in kept)
         kept = [cell for cell in kept if args.part in cell.part]
+        if not kept:  # also where it comes later: what decides its runs is not finished
+            raise RecipeError(f"none of the tables known so far has {args.part!r} in its heading: {'; '.join(parts)}")
     if args.seeds is not None:
         kept = [cell.only(args.seeds) for cell in kept]
     kept = [cell for cell in kept if cell.recipes]

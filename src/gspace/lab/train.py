@@ -11,7 +11,7 @@ optimizer and i. A run that is stopped, by a signal or by force, continues from 
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ import torch
 from gspace.lab.data import DataSet, load, subset
 from gspace.lab.download import Progress as DownloadProgress
 from gspace.lab.engine import Engine, arithmetic, number_type
-from gspace.lab.errors import RecipeError, RecordError
+from gspace.lab.errors import RecipeError
 from gspace.lab.learners import Learner, Single, Stacked
 from gspace.lab.loop import Loop, Progress, Watch
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import SUMMARY, Line, Run, environment, open_run, read_run
+from gspace.lab.record import Line, Run, environment, open_run, read_run
 from gspace.lab.seeds import derive
 from gspace.lab.stacked import largest_stack, stack_key, stackable
 from gspace.lab.stopping import Stop, stop_requests
@@ -73,7 +73,8 @@ def train_many(recipes: Sequence[Recipe], out: str | Path, **session: Any) -> li
     """`train` for MLPs that differ in seed and learning rate alone, all at once as stacked weights.
 
     Each run has its own folder, as if it had been trained alone, and the same numbers up to rounding. Finished runs are
-    left as they are; an interrupted stack continues as the stack it was, new runs make new ones.
+    left as they are; an interrupted stack continues as the stack it was, with those of it that were not asked for; new
+    runs make new ones.
     """
     for recipe in recipes:
         if not stackable(recipe) or stack_key(recipe) != stack_key(recipes[0]):
@@ -110,17 +111,10 @@ def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
     for members, kind in stacks.items():
         with ExitStack() as held:
             for name in members:
-                if name not in found:
-                    found[name] = held.enter_context(_companion(runs[0].folder.parent / name, members, found))
+                if name not in found:  # begun with these, and the stack cannot go on without its weights
+                    folder = runs[0].folder.parent / name
+                    found[name] = held.enter_context(open_run(folder.parent, read_run(folder).recipe))
             _work([found[name] for name in members], LEARNERS[kind], session)
-
-
-def _companion(folder: Path, members: Sequence[str], found: Mapping[str, Run]) -> AbstractContextManager[Run]:
-    """A run that nobody asked for because it has ended; the stack it was begun in cannot go on without its weights."""
-    if not (folder / SUMMARY).exists():
-        asked = next(name for name in members if name in found)
-        raise RecordError(f"{asked} was begun in one stack with {folder.name}: continue both together")
-    return open_run(folder.parent, read_run(folder).recipe)
 
 
 def _single(recipes: Sequence[Recipe], source: Feed, engine: Engine) -> Learner:
