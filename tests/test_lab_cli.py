@@ -635,11 +635,18 @@ def test_benchmarks_are_listed_and_run_with_their_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "speed.py").write_text('"""How fast."""\nimport sys\nprint(sys.argv[1:], __name__)\nsys.exit(3)\n')
+    (tmp_path / "size").mkdir()
+    (tmp_path / "size" / "units.py").write_text('UNIT = "mm"\n')
+    (tmp_path / "size" / "__main__.py").write_text(
+        f'"""How large."""\nfrom {tmp_path.name}.size.units import UNIT\nprint(UNIT)\n'
+    )
     monkeypatch.setattr(bench, "FOLDER", tmp_path)
     assert main("bench", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"speed": "How fast."}
+    assert json.loads(capsys.readouterr().out) == {"size": "How large.", "speed": "How fast."}
     assert main("bench", "speed", "--size", "2") == 3
     assert capsys.readouterr().out == "['--size', '2'] __main__\n"
+    assert main("bench", "size") == 0
+    assert capsys.readouterr().out == "mm\n"
     assert main("bench", "sped") == 2
     assert "did you mean 'speed'?" in capsys.readouterr().err
     monkeypatch.setattr(bench, "FOLDER", tmp_path / "absent")

@@ -1,9 +1,8 @@
 """What README and docs say of recorded runs is what `gspace report results/runs` writes."""
 
-import importlib.util
+import importlib
 import json
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -96,21 +95,16 @@ def test_the_invariance_of_the_readme_is_the_measured_one() -> None:
     assert {name: measured[name] for name in said} == said
 
 
-def benchmark(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
+def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module(f"benchmarks.{name}")
 
 
-def test_the_pages_of_the_benchmarks_are_those_of_their_records() -> None:
+def test_the_pages_of_the_benchmarks_are_those_of_their_records(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = json.loads((ROOT / "results" / "stack.json").read_text(encoding="utf-8"))
-    assert (ROOT / "docs" / "stack.md").read_text(encoding="utf-8") == benchmark("stack").page(stack)
+    assert (ROOT / "docs" / "stack.md").read_text(encoding="utf-8") == benchmark("stack", monkeypatch).page(stack)
     speed = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
-    assert speed == benchmark("step").page(ROOT / "results")
+    assert speed == benchmark("step.pages", monkeypatch).page(ROOT / "results")
     compared = [line.split(" | ") for line in speed.splitlines() if " GSGD fused " in line]
     assert len(compared) > 30
     for cells in compared:
@@ -119,10 +113,10 @@ def test_the_pages_of_the_benchmarks_are_those_of_their_records() -> None:
 
 
 def test_iterations_of_convolutions_are_timed_with_every_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = benchmark("step")
-    small = step.Network(partial(build_model, "plain-34", (3, 8, 8), 10, width=4), (3, 8, 8), 2)
-    monkeypatch.setattr(step, "NETWORKS", {"small": small})
-    groups = list(step.iterations(step.Setting("cpu", repeats=2, networks=["small"])))
+    sections = benchmark("step.sections", monkeypatch)
+    small = sections.Network(partial(build_model, "plain-34", (3, 8, 8), 10, width=4), (3, 8, 8), 2)
+    monkeypatch.setattr(sections, "NETWORKS", {"small": small})
+    groups = list(sections.iterations(sections.Setting("cpu", repeats=2, networks=["small"])))
     timed = {(row.optimizer, row.momentum) for rows in groups for row in rows}
     names = ["SGD fused", "SGD foreach", "GSGD fused", "InGSpace(SGD)", "PathSGD", "SGD foreach again"]
     assert timed == {(name, momentum) for name in names for momentum in (0.0, 0.9)}

@@ -34,23 +34,23 @@ def run(args: argparse.Namespace) -> int:
     if args.name is None:
         print(json.dumps(there, indent=1) if args.json else "\n".join(f"{n:16}{what}" for n, what in there.items()))
         return 0
-    path = FOLDER / f"{check_name('benchmark', args.name, there)}.py"
-    before = sys.argv
-    sys.argv = [str(path), *args.options]
+    name = check_name("benchmark", args.name, there)
+    before = sys.argv, sys.path
+    sys.argv, sys.path = [f"gspace bench {name}", *args.options], [str(FOLDER.parent), *sys.path]
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        runpy.run_module(f"{FOLDER.name}.{name}", run_name="__main__")
     except SystemExit as exit:
         return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     finally:
-        sys.argv = before
+        sys.argv, sys.path = before
     return 0
 
 
 def benchmarks(folder: Path) -> dict[str, str]:
-    """Name and first line of what each says of itself."""
+    """Name and first line of what each says of itself: a file, or a folder with a `__main__.py`."""
     found = {}
-    for path in sorted(folder.glob("*.py")):
+    for path in (*folder.glob("*.py"), *folder.glob("*/__main__.py")):
         said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         if said:
-            found[path.stem] = said.splitlines()[0]
-    return found
+            found[path.parent.name if path.stem == "__main__" else path.stem] = said.splitlines()[0]
+    return dict(sorted(found.items()))

@@ -1,0 +1,150 @@
+"""What was measured: a CSV file per device, its figure, and the page `docs/speed.md`."""
+
+import csv
+import importlib.util
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gspace
+from benchmarks.step.networks import OPTIMIZERS
+from benchmarks.step.timing import CUDA, Time
+from gspace.lab.record import commit
+
+
+def environment() -> dict[str, Any]:
+    triton = metadata.version("triton") if importlib.util.find_spec("triton") else None
+    return {
+        "machine": torch.cuda.get_device_name() if CUDA else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "triton": triton,
+        "gspace": gspace.__version__,
+        "commit": commit(),
+    }
+
+
+def show(times: Sequence[Time]) -> None:
+    for t in times:
+        where = f"{t.section} {t.network} {t.mode} {t.precision}{' momentum' if t.momentum else ''}"
+        spread, ratio = f"[{t.p10_us:.1f}, {t.p90_us:.1f}]", "" if t.ratio is None else f"{t.ratio:.3f}"
+        print(f"{where:56} {t.optimizer:34} {t.median_us:10.1f} µs {spread:22} {ratio} {t.note}", flush=True)
+
+
+def write(times: Sequence[Time], earlier: Sequence[Mapping[str, str]], path: Path) -> None:
+    """A row for each time, with what it was measured on; what other commands measured before is kept."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    here = environment()
+    new = [{key: str(value) for key, value in {**asdict(t), **here}.items()} for t in times]
+    measured = set(map(_what, _turns(new)))
+    kept = [row for group in _turns(earlier) if _what(group) not in measured for row in group]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=[*Time.__dataclass_fields__, *here])
+        writer.writeheader()
+        writer.writerows(kept + new)
+
+
+def _turns(recorded: Sequence[Mapping[str, str]]) -> list[list[Mapping[str, str]]]:
+    """What was measured in the same turns: it ends with the baseline, again; a copy has turns of its own."""
+    groups: list[list[Mapping[str, str]]] = [[]]
+    for row in recorded:
+        groups[-1].append(row)
+        if row["optimizer"].endswith(" again") or row["optimizer"] == "copy":
+            groups.append([])
+    return [group for group in groups if group]
+
+
+def _what(group: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    first = group[0]
+    setting = (first[key] for key in ("section", "network", "mode", "precision", "momentum"))
+    return (*setting, *(row["optimizer"] for row in group))
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def draw(path: Path) -> None:
+    """Iterations per second beside torch's SGD, per network: the paper's Fig. 6."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    bars: dict[tuple[str, ...], dict[str, float]] = {}
+    for t in read(path):
+        if t["section"] == "iteration" and float(t["momentum"]) == 0 and not t["optimizer"].endswith("again"):
+            group = bars.setdefault((t["network"], t["mode"], t["precision"]), {})
+            group[t["optimizer"]] = 100 / float(t["ratio"])
+    if not bars:
+        return
+    names = [name for name in OPTIMIZERS if any(name in group for group in bars.values())]
+    figure, axes = plt.subplots(figsize=(2 + 1.2 * len(bars), 4.5), layout="constrained")
+    for i, name in enumerate(names):
+        found = [(k, group[name]) for k, group in enumerate(bars.values()) if name in group]
+        at = [k + (i - (len(names) - 1) / 2) * 0.8 / len(names) for k, _ in found]
+        axes.bar(at, [value for _, value in found], 0.8 / len(names), label=name)
+    axes.axhline(93, color="0.4", linestyle="--", linewidth=1, label="G-SGD in the paper: about 93")
+    axes.set_xticks(range(len(bars)), ["\n".join(group) for group in bars], fontsize=8)
+    axes.set_ylabel("iterations per second, % of torch's SGD")
+    axes.legend(fontsize=8, loc="lower left")
+    for suffix in (".svg", ".png"):
+        figure.savefig(path.with_suffix(suffix))
+
+
+def page(folder: Path, figures: str = "../results") -> str:
+    """What is recorded in a folder, as Markdown: GSGD's medians beside those of torch's SGD.
+
+    `figures` is where the page finds the figures of that folder.
+    """
+    lines = [
+        "# Speed: a step and an iteration of G-SGD beside torch's SGD",
+        "",
+        "Medians over interleaved repeats in one process; the ratio is the median over that of the baseline, and "
+        '"noise" the ratio of the baseline to itself, measured in the same turns. Times in µs, with the 10th and 90th '
+        "percentile. The baseline on a CPU and in eager mode is SGD(foreach); SGD(fused), where it was timed, has rows "
+        "of its own: with momentum it is the faster one. Iterations are forward, backward and step; networks are "
+        "described in `benchmarks/step`. The "
+        "figures are the paper's Fig. 6 with our bars: iterations per second in per cent of those with torch's SGD; "
+        "the paper states about 7 % less for G-SGD.",
+        "",
+        "Generated by `gspace bench step --out results --table docs/speed.md` from `results/step-cpu.csv` and "
+        "`results/step-gpu.csv`, which `gspace bench step --out results` writes.",
+    ]
+    for device, name in (("GPU", "step-gpu.csv"), ("CPU", "step-cpu.csv")):
+        recorded = [row for row in read(folder / name) if row["section"] not in ("kernels", "tiles")]  # no baseline
+        where = sorted({"{machine}, torch {torch}, threads of the CPU: {threads}".format(**row) for row in recorded})
+        figure = f"![Iterations per second beside torch's SGD]({figures}/{Path(name).stem}.svg)"
+        lines += ["", f"## {device}", "", f"{'; '.join(where)}.", "", figure, "", PAGE_HEADER] if recorded else []
+        lines += [line for group in _turns(recorded) for line in _compared(group)]
+    return "\n".join(lines) + "\n"
+
+
+PAGE_HEADER = (
+    "| | network | mode | precision | | optimizer | baseline | baseline, µs | optimizer, µs | ratio | noise | n | |\n"
+    "|---|---|---|---|---|---|---|---:|---:|---:|---:|---:|---|"
+)
+
+
+def _compared(turns: Sequence[Mapping[str, str]]) -> list[str]:
+    base = next(row for row in turns if row["optimizer"] == row["baseline"])
+    lines = []
+    for row in turns[:-1]:
+        if row is not base:
+            times = [
+                f"{float(r['median_us']):.1f} ({float(r['p10_us']):.1f} to {float(r['p90_us']):.1f})"
+                for r in (base, row)
+            ]
+            what = [row[key] for key in ("section", "network", "mode", "precision")]
+            what += ["momentum" if float(row["momentum"]) else "", row["optimizer"], row["baseline"]]
+            ratios = [f"{float(r['ratio']):.3f}" for r in (row, turns[-1])]
+            lines.append(f"| {' | '.join([*what, *times, *ratios, row['n'], row['note']])} |")
+    return lines
