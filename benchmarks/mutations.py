@@ -1,10 +1,11 @@
 """Does a wrong step get caught? Plants one bug at a time in a copy of the library and runs the tests of the step.
 
-    python benchmarks/mutations.py
+    gspace bench mutations
 
-Prints one line per bug: which tests fail. A bug that no test catches makes the exit code 1.
+Prints one line per bug: which test fails first. A bug that no test catches makes the exit code 1.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/test_step.py", "tests/test_invariance.py")
+TESTS = ("tests/test_step.py", "tests/test_invariance.py", "tests/test_kernels.py")
 
 # name: file, right, wrong
 MUTATIONS: dict[str, tuple[str, str, str]] = {
@@ -21,8 +22,8 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "T with the free edge": ("step.py", "sums.out - sums.free", "sums.out"),
     "ratio at the head instead of the tail": (
         "step.py",
-        "layer.columns(1 / (ratio * spread), view) * layer.rows(spread, view)",
-        "layer.rows(1 / (ratio * spread), view) * layer.columns(spread, view)",
+        "layer.columns((ratio * spread).reciprocal(), view) * layer.rows(spread, view)",
+        "layer.rows((ratio * spread).reciprocal(), view) * layer.columns(spread, view)",
     ),
     "Ĩ·Õ divided out once instead of twice": (
         "step.py",
@@ -43,6 +44,15 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "torch.ones_like(ratio[layer.root])",
     ),
     "path ratio measured by w": ("step.py", "raw = 1 - lr * direction / path_value", "raw = 1 - lr * direction"),
+    "C: missing T": ("kernels.c", "(s - behind) / norm", "s / norm"),
+    "C: sign, short rows": ("kernels.c", "w[j] - step * scale[j] * g[j]", "w[j] + step * scale[j] * g[j]"),
+    "C: third of four rows": ("kernels.c", "m2 * a * w2[j] - s2 * b * g2[j]", "m2 * a * w2[j] - s1 * b * g2[j]"),
+    "C: no dampening": ("kernels.c", "momentum * buffer[j] + damped * d[j]", "momentum * buffer[j] + d[j]"),
+    "C: skeleton weight forgets R(tail)": ("kernels.c", "kept[b] * (s_r[b] * m_c[entry[b]])", "kept[b] * s_r[b]"),
+    "foreach: missing T": ("foreach.py", ".index_add_(0, self.sums_to, self.sums, alpha=-1)", ""),
+    "foreach: Nesterov": ("foreach.py", "torch.where(nesterov > 0, d + momentum * new, new)", "new"),
+    "foreach: stale ratio": ("foreach.py", "incoming.mul_(self.ratio)", "pass"),
+    "Triton: sign": ("kernels.py", "moved = w - d * ((lr * i_r)", "moved = w + d * ((lr * i_r)"),
 }
 
 
@@ -58,9 +68,23 @@ def caught(name: str) -> list[str]:
         if right not in text:
             raise SystemExit(f"{name}: {file} has no line {right!r} any more")
         path.write_text(text.replace(right, wrong))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", *TESTS]
-        environment = {"PYTHONPATH": f"{folder}/src:{folder}/tests", "PATH": "/usr/bin:/bin"}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-n",
+            "auto",
+            "--tb=no",
+            "-p",
+            "no:cacheprovider",
+            *TESTS,
+        ]
+        environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{folder}/tests"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{name}: the tests did not run\n{done.stdout}{done.stderr}")
     return [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
 
 

@@ -128,8 +128,24 @@ def test_rates_and_lambdas_are_the_papers() -> None:
     assert sorted({r.lr for r in grid}) == pytest.approx(sorted(10.0**-a for a in range(11)))
     assert {(r.hidden, r.batch_size, r.inputs) for r in grid} == {((64,) * 5, 64, "grey")}
     grid = [c.recipes[0] for c in Variant().cells(EXPERIMENTS["regularization"], unknown)]
+    assert sorted({r.weight_decay for r in grid}) == pytest.approx([2e-7, 2e-6, 2e-5, 2e-4])
+
+
+@pytest.mark.parametrize("coarse", [2e-7, 2e-6, 2e-5, 2e-4])
+def test_a_grid_of_lambdas_is_refined_beside_its_best(coarse: float) -> None:
     lambdas = sorted(f * 10.0**-a for f in (0.1, 0.2, 0.5) for a in (3, 4, 5, 6))
-    assert sorted({r.weight_decay for r in grid}) == pytest.approx(lambdas)
+    k = lambdas.index(pytest.approx(coarse))
+
+    def scores(recipe: Recipe) -> float | None:
+        near = [recipe.weight_decay == pytest.approx(value) for value in (lambdas[k + 1], coarse)]
+        return 0.6 - 0.2 * near[0] - 0.1 * near[1] if recipe.validation else None
+
+    cells = Variant().cells(EXPERIMENTS["regularization"], scores)
+    for method in ("sgd", "gsgd", "sgd-skeleton"):
+        tried = [c.recipes[0].weight_decay for c in cells if c.method.key == method and c.recipes[0].validation]
+        assert tried == pytest.approx(sorted({2e-7, 2e-6, 2e-5, 2e-4, lambdas[k - 1], lambdas[k + 1]}))
+        best = {c.recipes[0].weight_decay for c in cells if c.method.key == method and not c.recipes[0].validation}
+        assert list(best) == pytest.approx([lambdas[k + 1]])
 
 
 def test_three_patterns_of_signs_meet_three_seeds_and_differ_in_nothing_else() -> None:
@@ -173,7 +189,7 @@ def test_a_grid_is_judged_on_validation_images_and_its_winner_on_test_images(nam
     grid = [cell.recipes[0] for cell in after if cell.recipes[0].validation]
     chosen = [cell for cell in after if cell.setting and cell.recipes[0] not in grid]
     assert not any(cell.setting for cell in before)
-    assert [cell for cell in after if not cell.setting] == before
+    assert [cell for cell in after if cell in before] == before
     assert chosen
     assert grid
     largest = max(recipe.lr + recipe.weight_decay for recipe in grid)

@@ -112,6 +112,12 @@ def test_the_pages_of_the_benchmarks_are_those_of_their_records(monkeypatch: pyt
         assert ours / baseline == pytest.approx(ratio, rel=0.01, abs=0.01 * ratio + 0.1 / baseline)
 
 
+def test_every_planted_bug_still_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for file, right, wrong in benchmark("mutations", monkeypatch).MUTATIONS.values():
+        assert right in (ROOT / "src" / "gspace" / file).read_text(encoding="utf-8")
+        assert wrong != right
+
+
 def test_iterations_of_convolutions_are_timed_with_every_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     sections = benchmark("step.sections", monkeypatch)
     small = sections.Network(partial(build_model, "plain-34", (3, 8, 8), 10, width=4), (3, 8, 8), 2)

@@ -20,6 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "decay": {"lr": 0.02, "weight_decay": 0.3},
     "maximize": {"lr": 0.001, "maximize": True},
 }
+WAYS: dict[str, dict[str, Any]] = {"best": {}, "definition": {"foreach": False}}
 
 
 def _reference(case: dense.Explicit, name: str) -> Tensor | None:
@@ -51,10 +52,11 @@ def _set_grads(model: nn.Module, basis: Basis, grad: Tensor) -> None:
         parameters[name].grad = value.clone()
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reference", ["one", "balanced"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("small", dense.SMALL, ids=lambda c: c.name)
-def test_gsgd_is_sgd_on_path_values(small: dense.Small, option: str, reference: str) -> None:
+def test_gsgd_is_sgd_on_path_values(small: dense.Small, option: str, reference: str, way: str) -> None:
     """20 steps (float64, rtol 1e-10) agree with the dense solve and with autograd on v.
 
     Gradients are taken at the dense solution's weights for all three: errors would otherwise grow with the curvature.
@@ -71,6 +73,7 @@ def test_gsgd_is_sgd_on_path_values(small: dense.Small, option: str, reference: 
         residual=small.residual,
         max_ratio=INF,
         max_drift=INF,  # type: ignore[arg-type]
+        **WAYS[way],
     )
     by_solve = by_autograd = case.weights
     for _ in range(steps):

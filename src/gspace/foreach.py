@@ -220,7 +220,7 @@ class ForeachStep:
         if not self._reduce(views, here, norms):
             return False
         self._move_roots(groups, norms, incoming, root_buffer, root_fresh)
-        at_once = root_buffer is None and self.tame and _tame(incoming)  # g/(Ĩ·Õ)², where the squares are in range
+        at_once = root_buffer is None and self.tame and _tame(incoming)  # g/(Ĩ·Õ)², where that is in range
         self._factors(incoming, twice=at_once)
         rates = [float(group["lr"]) for group in of_layer]
         if not at_once:
@@ -393,9 +393,9 @@ class ForeachStep:
 
 
 def _tame(x: Tensor) -> bool:
-    """Whether squares are far from the limits of the dtype."""
+    """Whether products of four, a row's and a column's squared, are far from the limits of the dtype."""
     low, high = (float(bound) for bound in x.abs().aminmax())
-    far = torch.finfo(x.dtype).max ** 0.4
+    far = torch.finfo(x.dtype).max ** 0.2
     return low * far > 1 and high < far
 
 

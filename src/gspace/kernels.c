@@ -243,12 +243,12 @@ static void move(const Plan *p, const double *hyper, const REAL *in, const REAL 
     }
 }
 
-/* Factors of each unit as tail and as head; the coordinates after the step. Returns whether a square of a factor is far from
- * the limits of REAL. */
+/* Factors of each unit as tail and as head; the coordinates after the step. Returns whether products of four factors, a row's
+ * and a column's squared, are far from the limits of REAL. */
 static int advance(const Plan *p, REAL *restrict in, REAL *restrict out)
 {
     const int64_t n = p->n_units;
-    const REAL far = sizeof(REAL) == 4 ? (REAL)1e15 : (REAL)1e150, near = 1 / far;
+    const REAL far = sizeof(REAL) == 4 ? (REAL)1e8 : (REAL)1e70, near = 1 / far;
     REAL *restrict f = p->factors, *restrict c = f + 3 * n, *restrict rc = f + 5 * n;
     int tame = 1;
     for (int64_t u = 0; u < n; u++) {
