@@ -211,6 +211,18 @@ def test_channels_last(way: str) -> None:
     assert as_matrix(optimizer._layers[0].edges.view(optimizer._weights[0])) is not None
 
 
+@pytest.mark.parametrize("way", ["native", "foreach"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("width", [2100, 8300])
+def test_long_rows(width: int, momentum: float, way: str) -> None:
+    """Rows that four of them share a pass over, that one has left, and that are longer than a pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+    definition, optimizer = pair(model, WAYS[way], momentum=momentum)
+    run(definition, optimizer, steps=2)
+    assert_equal(definition, optimizer)
+
+
 # Differences of rounding: `step.py` rounds to float32 after each operation, the kernels less often. Weights of 16 bits
 # are rounded once in either, but Triton's interpreter truncates: one unit in the last place.
 PRECISIONS = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}

@@ -647,6 +647,9 @@ def test_benchmarks_are_listed_and_run_with_their_options(
     assert capsys.readouterr().out == "['--size', '2'] __main__\n"
     assert main("bench", "size") == 0
     assert capsys.readouterr().out == "mm\n"
+    (tmp_path / "size" / "__main__.py").write_text('"""How large."""\nraise SystemExit("too large")\n')
+    assert main("bench", "size") == 1
+    assert capsys.readouterr().err == "too large\n"
     assert main("bench", "sped") == 2
     assert "did you mean 'speed'?" in capsys.readouterr().err
     monkeypatch.setattr(bench, "FOLDER", tmp_path / "absent")

@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         runpy.run_module(f"{FOLDER.name}.{name}", run_name="__main__")
     except SystemExit as exit:
+        if isinstance(exit.code, str):  # as Python does with what a script ends in
+            print(exit.code, file=sys.stderr)
         return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     finally:
         sys.argv, sys.path = before
