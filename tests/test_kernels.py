@@ -5,6 +5,7 @@ What they read, the tables, they share with the compiled step for CPUs, which ru
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -201,6 +202,24 @@ def test_triton(network: str, options: str) -> None:
     assert_equal(definition, optimizer)
 
 
+ON_CPU = [
+    (network, options, way)
+    for network, options, way in itertools.product(NETWORKS, OPTIONS, WAYS)
+    if way != "triton" and not (way == "foreach" and options in ONLY_TABLES)
+]
+
+
+@pytest.mark.parametrize(("network", "options", "way"), ON_CPU)
+def test_on_a_cpu(network: str, options: str, way: str) -> None:
+    make, shape = NETWORKS[network]
+    torch.manual_seed(0)
+    model = make().double()
+    analysis = gspace.analyze(model, torch.zeros(1, *shape, dtype=torch.float64))
+    definition, optimizer = pair(model, WAYS[way], analysis=analysis, **OPTIONS[options])
+    run(definition, optimizer, steps=2)
+    assert_equal(definition, optimizer)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_channels_last(way: str) -> None:
     torch.manual_seed(0)
@@ -217,7 +236,7 @@ def test_channels_last(way: str) -> None:
 def test_long_rows(width: int, momentum: float, way: str) -> None:
     """Rows that four of them share a pass over, that one has left, and that are longer than a pass."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+    model = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 9), nn.ReLU(), nn.Linear(9, 2)).double()
     definition, optimizer = pair(model, WAYS[way], momentum=momentum)
     run(definition, optimizer, steps=2)
     assert_equal(definition, optimizer)
@@ -429,6 +448,23 @@ def test_what_is_left_to_the_definition_is_checked_too(where: str, options: dict
     with pytest.raises(RuntimeError, match="is not finite"):
         optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("of", [0, 1])
+def test_groups_that_differ_in_maximize(of: int, momentum: float, way: str) -> None:
+    torch.manual_seed(0)
+    model = wide_rows().to(DEVICE if way == "triton" else "cpu", torch.float64)
+    other = copy.deepcopy(model)
+    made = []
+    for m, foreach in ((model, False), (other, None)):
+        some = list(m.parameters())
+        groups = [{"params": some[:2], "maximize": of == 0}, {"params": some[2:], "maximize": of == 1, "lr": 0.02}]
+        made.append(gspace.GSGD(m, 0.05, momentum, params=groups, foreach=foreach))
+    WAYS[way](made[1])
+    run(*made)
+    assert_equal(*made)
 
 
 @pytest.mark.parametrize("way", WAYS)

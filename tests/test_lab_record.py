@@ -232,3 +232,11 @@ def test_numbers_that_json_lacks_become_null() -> None:
     assert finite(1.5) == 1.5
     assert finite(math.nan) is None
     assert finite(-math.inf) is None
+
+
+def test_what_a_killed_process_was_writing_is_cleared_away(tmp_path: Path) -> None:
+    with open_run(tmp_path, RECIPE) as run:
+        left = run.folder / "checkpoint.123.part"
+        left.write_bytes(b"half")
+    with open_run(tmp_path, RECIPE):
+        assert not left.exists()

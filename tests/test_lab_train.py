@@ -531,15 +531,16 @@ def test_minutes_end_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (tmp_path / "runs" / LONG.folder / "checkpoint").exists()
 
 
-def test_a_signal_that_was_ignored_asks_for_nothing() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGALRM])
+def test_of_ignored_signals_that_of_a_terminal_alone_asks_for_nothing(signum: signal.Signals) -> None:
+    before = signal.signal(signum, signal.SIG_IGN)
     try:
         with stop_requests() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert stop() is None
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            os.kill(os.getpid(), signum)
+            assert stop() == (None if signum == signal.SIGHUP else signum)
+        assert signal.getsignal(signum) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signum, before)
 
 
 def test_the_time_limit_ends_with_its_runs() -> None:

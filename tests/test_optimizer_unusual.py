@@ -2,8 +2,10 @@
 
 import copy
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -274,7 +276,7 @@ def test_kappa_of_half_precision_does_not_vanish() -> None:
         saved = optimizer.state_dict()
         optimizer.load_state_dict(saved)
         kappa = optimizer.state[model[0].weight]["kappa"]
-        assert kappa.dtype == torch.float64
+        assert kappa.dtype == torch.float32
         assert bool((kappa > 0).all())
         return model(X.half()).detach().float()
 
@@ -379,25 +381,42 @@ def test_path_sgd_trains_float32_where_kappa_leaves_its_range() -> None:
     one, two = zoo.mlp(6, 7, 5, 3), zoo.mlp(6, 7, 5, 3)
     two.load_state_dict(one.state_dict())
     gspace.rescale_(two, torch.full((12,), 1e20))
-    for model in (one, two):
+    for model, dtype in ((one, torch.float32), (two, torch.float64)):
         optimizer = PathSGD(model, 0.05)
         for _ in range(3):
             step(model, optimizer, X.float())
+        assert optimizer.state[model[0].weight]["kappa"].dtype == dtype
     torch.testing.assert_close(two(X.float()), one(X.float()), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("traced", [True, False], ids=["symbolic", "exported"])
-def test_the_row_of_padding_is_left_alone(traced: bool) -> None:
-    model = nn.Sequential(nn.Embedding(9, 6, padding_idx=2), nn.Linear(6, 4))
+class LookedUp(nn.Module):
+    """An embedding, looked up by one of torch's functions."""
+
+    def __init__(self, look_up: Any) -> None:
+        super().__init__()
+        self.embedding, self.head, self.look_up = nn.Embedding(9, 6), nn.Linear(6, 4), look_up
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.look_up(self.embedding.weight, x))
+
+
+LOOKS: dict[str, Any] = {
+    "functional": lambda w, x, padding: nn.functional.embedding(x, w, padding_idx=padding),
+    "ATen": lambda w, x, padding: torch.embedding(w, x, -1 if padding is None else padding),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("padding", [2, None])
+def test_the_row_of_padding_is_left_alone(look: str, padding: int | None) -> None:
+    model = LookedUp(lambda w, x: LOOKS[look](w, x, padding))
     with torch.no_grad():
-        model[0].weight[2] = 5.0
-    before, x = model[0].weight.detach()[2].clone(), torch.randint(0, 9, (8, 3))
-    options: dict[str, Any] = {} if traced else {"example_input": x}
-    gspace.init_skeleton_(model, **options)
-    step(model, gspace.GSGD(model, 0.1, **options), x)
-    assert torch.equal(model[0].weight[2], before)
-    without = gspace.analyze(nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4)), **options)
-    assert without.H == 6
+        model.embedding.weight[2] = 5.0
+    before, x = model.embedding.weight.detach()[2].clone(), torch.arange(9).expand(8, 9)
+    gspace.init_skeleton_(model)
+    assert (gspace.analyze(model).H == 6) == (padding is None)
+    step(model, gspace.GSGD(model, 0.1), x)
+    assert torch.equal(model.embedding.weight[2], before) == (padding is not None)
 
 
 def test_a_parameter_that_changes_its_group_takes_its_rate() -> None:
@@ -418,17 +437,67 @@ def test_a_parameter_that_changes_its_group_takes_its_rate() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
 
 
-def test_a_group_that_the_inner_optimizer_refuses_is_not_added() -> None:
-    model = zoo.mlp(6, 7, 5, 3).double()
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    optimizer = gspace.InGSpace(model, torch.optim.Muon, lr=0.01, params=matrices)
-    bias = next(p for p in model.parameters() if p.dim() == 1)
-    with pytest.raises(ValueError, match="2D"):
-        optimizer.add_param_group({"params": [bias]})
-    assert len(optimizer.param_groups) == 1
-    before = matrices[0].detach().clone()
-    step(model, optimizer)
-    assert not torch.equal(matrices[0], before)
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cat([self.a(x).relu(), self.b(x).relu()], -1))
+
+
+def move_one(groups: list[dict[str, Any]]) -> None:
+    groups[1]["params"].insert(0, groups[0]["params"].pop())
+
+
+def move_weights(groups: list[dict[str, Any]]) -> None:
+    groups[2]["params"] += groups[0]["params"] + groups[1]["params"]
+    groups[0]["params"], groups[1]["params"] = [], []
+
+
+def exchange(groups: list[dict[str, Any]]) -> None:
+    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+
+
+@pytest.mark.parametrize("change", [move_one, move_weights, exchange])
+@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.Adam], ids=["SGD", "Adam"])
+def test_state_follows_parameters_into_other_groups(inner: Any, change: Any) -> None:
+    """Groups are alike: nothing may change."""
+    models = [Branches().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    options = {"momentum": 0.9} if inner is torch.optim.SGD else {}
+    made = [
+        gspace.InGSpace(
+            m, inner, lr=0.02, params=[{"params": list(part.parameters())} for part in m.children()], **options
+        )
+        for m in models
+    ]
+    for turn in range(6):
+        if turn == 3:
+            change(made[0].param_groups)
+        for model, optimizer in zip(models, made, strict=True):
+            step(model, optimizer)
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+def test_a_group_that_the_inner_optimizer_refuses_changes_nothing() -> None:
+    models = [zoo.mlp(6, 7, 5, 3).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    made = [
+        gspace.InGSpace(m, torch.optim.Muon, lr=0.01, params=[p for p in m.parameters() if p.dim() == 2])
+        for m in models
+    ]
+    for turn in range(6):
+        if turn == 3:
+            with pytest.raises(ValueError, match="2D"):
+                made[0].add_param_group({"params": [models[0][0].bias, models[0][2].bias]})
+            assert len(made[0].param_groups) == 1
+            assert len(made[0].inner.state) == len(made[1].inner.state) > 0
+        for model, optimizer in zip(models, made, strict=True):
+            step(model, optimizer)
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(p, q)
 
 
 class Counting(torch.optim.SGD):
@@ -458,24 +527,55 @@ def test_what_an_inner_optimizer_keeps_in_its_groups_stays_there() -> None:
     assert other.param_groups[0]["count"] == 4
 
 
-def test_entries_that_share_memory_are_pinned() -> None:
-    model = zoo.mlp(6, 7, 5, 3).double()
-    model[2].weight = nn.Parameter(torch.randn(1, 7, dtype=torch.float64).expand(5, 7))
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.randn(1, 7).expand(5, 7),
+        torch.randn(11).as_strided((5, 7), (1, 1)),
+        torch.randn(40).as_strided((5, 7), (5, 1)),
+    ],
+    ids=["expanded", "Hankel", "rows that overlap"],
+)
+def test_entries_that_share_memory_are_pinned(weight: Tensor) -> None:
+    model = zoo.mlp(6, 7, 5, 3)
+    model[2].weight = nn.Parameter(weight)
     analysis = gspace.analyze(model)
     assert analysis.H == 0
     assert any("share memory" in pin.reason for pin in analysis.pinned)
+
+
+@pytest.mark.parametrize("weight", [torch.randn(7, 5).T, torch.randn(5, 14)[:, ::2], torch.randn(1, 7)], ids=len)
+def test_entries_with_gaps_between_them_do_not(weight: Tensor) -> None:
+    model = zoo.mlp(6, 7, len(weight), 3)
+    model[2].weight = nn.Parameter(weight)
+    assert gspace.analyze(model).H - len(weight) == 7
 
 
 def test_a_state_of_other_kernel_sizes_is_refused() -> None:
     def net(k: int) -> nn.Module:
         return nn.Sequential(nn.Conv2d(1, 4, k), nn.ReLU(), nn.Conv2d(4, 4, k), nn.ReLU(), nn.Conv2d(4, 2, k))
 
-    for mine, other in ((1, 3), (3, 1)):
-        optimizer = gspace.GSGD(net(mine), 0.1)
-        kept = optimizer.skeleton
-        with pytest.raises(ValueError, match="another network"):
-            optimizer.load_state_dict(gspace.GSGD(net(other), 0.1).state_dict())
-        assert optimizer.skeleton is kept
+    for make in (gspace.GSGD, gspace.baselines.FrozenSkeletonSGD):
+        for mine, other in ((1, 3), (3, 1)):
+            optimizer = make(net(mine), 0.1)
+            kept = optimizer.skeleton
+            with pytest.raises(ValueError, match="another network: its layers have other sizes"):
+                optimizer.load_state_dict(make(net(other), 0.1).state_dict())
+            assert optimizer.skeleton is kept
+
+
+@pytest.mark.parametrize("make", [gspace.GSGD, gspace.baselines.FrozenSkeletonSGD])
+def test_a_state_without_shapes_is_one_of_an_earlier_version(make: Any) -> None:
+    model = zoo.mlp(6, 7, 5, 3).double()
+    optimizer = make(model, 0.1, momentum=0.9)
+    step(model, optimizer)
+    state = optimizer.state_dict()
+    del state.get("gspace", state)["shapes"]
+    other = make(copy.deepcopy(model), 0.1, momentum=0.9)
+    other.load_state_dict(state)
+    assert torch.equal(
+        other.state[next(iter(other.state))]["momentum_buffer"], optimizer.state[model[0].weight]["momentum_buffer"]
+    )
 
 
 def test_a_rate_of_one_element_in_statistics() -> None:
@@ -501,3 +601,13 @@ def test_what_cannot_be_meant_is_refused_in_one_line(make: Any, says: str) -> No
     with pytest.raises((TypeError, ValueError), match=says) as caught:
         make(zoo.mlp(6, 7, 5, 3))
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("bound", [np.float32(1.5), torch.tensor(1.5), Fraction(3, 2)], ids=lambda x: type(x).__name__)
+def test_numbers_of_other_libraries_are_bounds(bound: Any) -> None:
+    model = zoo.mlp(6, 7, 3).double()
+    optimizer = gspace.GSGD(model, 0.1, max_ratio=bound, max_drift=bound, max_path_grad_norm=bound)
+    step(model, optimizer)
+    kept = (optimizer.max_ratio, optimizer.max_drift, optimizer.max_path_grad_norm)
+    assert kept == (1.5, 1.5, 1.5)
+    assert all(type(value) is float for value in kept)

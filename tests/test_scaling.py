@@ -446,6 +446,34 @@ def test_an_analysis_of_other_widths_is_refused() -> None:
     assert all(torch.equal(before[name], value) for name, value in wide.state_dict().items())
 
 
+def test_scales_that_a_dtype_cannot_hold_are_refused() -> None:
+    """Zeros and rows without their digits are; single weights may lose some."""
+
+    def tiny(bias: float) -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(2, 1), nn.ReLU(), nn.Linear(1, 1)).half()
+        nn.init.constant_(model[0].bias, bias)
+        return model
+
+    assert float(gspace.rescale_(tiny(1e-4), torch.tensor([0.5]))[0].bias) == pytest.approx(5e-5, rel=1e-2)
+    with pytest.raises(ValueError, match=r"take 0\.bias out of the range of torch\.float16 \(it would be 1\.19e-08"):
+        gspace.rescale_(tiny(1e-7), torch.tensor([0.1]))
+    row = tiny(0.0)
+    nn.init.constant_(row[0].weight, 1e-4)
+    with pytest.raises(ValueError, match=r"take 0\.weight out of the range of torch\.float16 \(it would be 5e-05"):
+        gspace.rescale_(row, torch.tensor([0.5]))
+    assert float(row[0].weight[0, 0]) == pytest.approx(1e-4, rel=1e-2)
+
+
+@pytest.mark.parametrize("entries", [slice(None), slice(1)], ids=["all", "one"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(entries: slice, value: float) -> None:
+    model = mlp(6, 7, 3)
+    with torch.no_grad():
+        model[0].weight.view(-1)[entries] = value
+    with pytest.raises(ValueError, match=r"^0\.weight holds values that are not finite"):
+        gspace.rescale_(model, torch.full((7,), 2.0))
+
+
 class Complex(nn.Module):
     """A complex layer between real ones, whose units stay free."""
 

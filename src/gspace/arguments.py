@@ -30,12 +30,24 @@ def require_one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(repr(a) for a in allowed)}, got {value!r}")
 
 
-def require_guards(max_ratio: float, max_drift: float, allocation: str) -> None:
+def guards(max_ratio: Any, max_drift: Any, allocation: str) -> tuple[float, float]:
+    """The bounds as numbers."""
+    bounds = []
     for name, bound in (("max_ratio", max_ratio), ("max_drift", max_drift)):
-        if not isinstance(bound, float | int) or not bound >= 1:
+        bounds.append(number(bound))
+        if not bounds[-1] >= 1:
             raise ValueError(f"{name} must be at least 1 (1: held, inf: no bound), got {bound!r}")
-    if allocation == "spread" and max_ratio == float("inf"):
+    if allocation == "spread" and bounds[0] == float("inf"):
         raise ValueError("allocation='spread' takes roots of path ratios and needs a finite max_ratio")
+    return bounds[0], bounds[1]
+
+
+def number(value: Any) -> float:
+    """A number of any library as a float; NaN for what is none."""
+    try:
+        return float("nan") if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return float("nan")
 
 
 def require_numbers(defaults: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from gspace import saved
 from gspace import step as algorithm
 from gspace.analysis import Analysis, Residual
 from gspace.arguments import (
-    require_guards,
+    guards,
     require_model,
     require_numbers,
     require_one_of,
@@ -68,11 +68,11 @@ class GSpaceOptimizer(Optimizer):
         require_one_of("batch_norm", batch_norm, ("released", "paper"))
         require_one_of("reference", reference, (None, "one", "balanced"))
         require_one_of("allocation", allocation, ("fixed", "spread"))
-        require_guards(max_ratio, max_drift, allocation)
+        bounds = guards(max_ratio, max_drift, allocation)
         require_numbers(defaults)
         self.model = model
         self.batch_norm, self.allocation = batch_norm, allocation
-        self.max_ratio, self.max_drift = max_ratio, max_drift
+        self.max_ratio, self.max_drift = bounds
         self._ready = False
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self.analysis = analyzed(model, analysis, wanted(example_input, residual, pin))
@@ -191,15 +191,19 @@ class GSpaceOptimizer(Optimizer):
                     state[key] = value.to(p.device, p.dtype)
 
     def _refit(self) -> None:
-        """Units that a new or thawed parameter brings in, or a frozen one takes away."""
-        skeleton = self._find_skeleton()
-        pairs = zip(skeleton.edges, self.skeleton.edges, strict=True)
-        if all(torch.equal(a.head, b.head) and torch.equal(a.tail, b.tail) for a, b in pairs):
-            self._place()
-        else:
-            before = self._weights
-            self._adopt(skeleton)
-            self._restart([*before, *self._weights])
+        """Units that a new or thawed parameter brings in, or a frozen one takes away. All of it, or nothing."""
+        before = self.__dict__.copy()
+        try:
+            skeleton = self._find_skeleton()
+            pairs = zip(skeleton.edges, self.skeleton.edges, strict=True)
+            if all(torch.equal(a.head, b.head) and torch.equal(a.tail, b.tail) for a, b in pairs):
+                self._place()
+            else:
+                self._adopt(skeleton)
+                self._restart([*before["_weights"], *self._weights])
+        except Exception:  # what the inner optimizer of a subclass refuses
+            self.__dict__.update(before)
+            raise
 
     def _restart(self, weights: Sequence[Tensor]) -> None:
         """Forgets what these parameters accumulated in other coordinates."""
@@ -222,9 +226,8 @@ class GSpaceOptimizer(Optimizer):
         if self._ready:
             try:
                 self._refit()
-            except Exception:  # what the inner optimizer of a subclass refuses
+            except Exception:
                 self.param_groups.pop()
-                self._refit()
                 raise
 
     # State ------------------------------------------------------------------------------------------------------------
@@ -248,10 +251,11 @@ class GSpaceOptimizer(Optimizer):
         return [tuple(weights[e.name].shape) for e in self.skeleton.edges]
 
     def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
-        if own.keys() != self._own_state().keys():
+        if {*own, "shapes"} != self._own_state().keys():  # at first states had no shapes
             raise ValueError(f"this is the state of another optimizer, not of {type(self).__name__}")
         units = [(head.shape, tail.shape) for head, tail in own["units"]]
-        if units != [(e.head.shape, e.tail.shape) for e in self.skeleton.edges] or own["shapes"] != self._shapes():
+        here = self._shapes()
+        if units != [(e.head.shape, e.tail.shape) for e in self.skeleton.edges] or own.get("shapes", here) != here:
             raise ValueError("this state belongs to another network: its layers have other sizes")
         pairs = zip(self.skeleton.edges, own["units"], strict=True)
         edges = tuple(replace(e, head=head.cpu(), tail=tail.cpu()) for e, (head, tail) in pairs)

@@ -53,6 +53,15 @@ def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | 
     ]
 
 
+def _narrowed(kappa: Tensor, dtype: torch.dtype) -> Tensor:
+    """κ in float32 if all of it has its digits there; it is a sum of squares, and may not. A GPU is not asked."""
+    if dtype == torch.float64 or kappa.device.type != "cpu" or not kappa.numel():
+        return kappa
+    limits = torch.finfo(torch.float32)
+    least, most = torch.where(kappa > 0, kappa, 1).aminmax()
+    return kappa.float() if float(least) >= limits.tiny and float(most) <= limits.max else kappa
+
+
 class PathSGD(Optimizer):
     """Steepest descent with respect to the path norm (Neyshabur et al. 2015): w ← w − lr·g/κ.
 
@@ -167,14 +176,12 @@ class PathSGD(Optimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # which step it is, is no part of a compiled step
     def _refresh(self) -> None:
-        """κ of every edge that is trained, in float64: it is a square, and may leave float32; counts the step."""
+        """κ of every edge that is trained, wide enough for all of it; counts the step."""
         stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
         trained = self._trained()
         if stale or any("kappa" not in self.state[p] for p in trained):
             for p, kappa in zip(trained, path_kappa(self.graph, trained), strict=True):
-                if kappa is None:
-                    kappa = torch.zeros_like(p, dtype=torch.float64)
-                self.state[p]["kappa"] = kappa
+                self.state[p]["kappa"] = torch.zeros_like(p) if kappa is None else _narrowed(kappa, p.dtype)
         for group in self.param_groups:
             group["steps"] += 1
 
@@ -249,7 +256,10 @@ class FrozenSkeletonSGD(torch.optim.SGD):
 
     def state_dict(self) -> dict[str, Any]:
         frozen = {name: entries for name, (_, entries) in self._free.items()}
-        return saved.save(self, super().state_dict, {"frozen": frozen})
+        return saved.save(self, super().state_dict, {"frozen": frozen, "shapes": self._shapes()})
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(weight.shape) for name, (weight, _) in self._free.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         found: list[dict[str, Any]] = []
@@ -257,8 +267,10 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         def take(state: dict[str, Any]) -> dict[str, Any]:
             if state.get("frozen", {}).keys() != self._free.keys():
                 raise ValueError("this state belongs to another network: it does not name the same frozen weights")
+            if state.get("shapes", self._shapes()) != self._shapes():  # at first states had none
+                raise ValueError("this state belongs to another network: its layers have other sizes")
             found.append(state["frozen"])
-            return {key: value for key, value in state.items() if key != "frozen"}
+            return {key: value for key, value in state.items() if key not in ("frozen", "shapes")}
 
         saved.load(self, super().load_state_dict, state_dict, take)
         self._free = {name: (self._free[name][0], tuple(entries)) for name, entries in found[0].items()}

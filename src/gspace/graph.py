@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Residual
 from gspace.devices import on_cpu
@@ -133,8 +133,8 @@ def _aliased(walk: Walk, model: nn.Module) -> None:
     ranges = []
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
         if p.device.type != "meta" and p.layout == torch.strided and p.numel():
-            if any(n > 1 and step == 0 for n, step in zip(p.shape, p.stride(), strict=True)):
-                overlap = PinnedAt(torch.empty(0), "alias", name, "its entries share memory (expand)")
+            if _overlaps(p):
+                overlap = PinnedAt(torch.empty(0), "alias", name, "its entries share memory")
                 walk.misused.setdefault(name, overlap)
             first = p.untyped_storage().data_ptr() + int(p.storage_offset()) * p.element_size()
             last = sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True))
@@ -151,6 +151,16 @@ def _aliased(walk: Walk, model: nn.Module) -> None:
         for name in shared if len(shared) > 1 else ():
             others = ", ".join(other for other in shared if other != name)
             walk.misused.setdefault(name, PinnedAt(torch.empty(0), "alias", name, f"shares its memory with {others}"))
+
+
+def _overlaps(p: Tensor) -> bool:
+    """Whether a step along a dimension may land on entries of shorter steps, as in what `expand` returns."""
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(p.shape, p.stride(), strict=True) if n > 1):
+        if step <= reach:
+            return True
+        reach += (n - 1) * step
+    return False
 
 
 def _complex(walk: Walk, model: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """InGSpace: any torch optimizer, acting on path values instead of weights."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,8 @@ class InGSpace(GSpaceOptimizer):
         if issubclass(optimizer_class, torch.optim.LBFGS):
             raise ValueError("LBFGS cannot be the inner optimizer: it takes one group of parameters and a closure")
         self.optimizer_class, self.optimizer_kwargs = optimizer_class, kwargs
-        self._owned: dict[Tensor | int, Tensor] = {}
+        self._owned: dict[Tensor, Tensor] = {}
+        self._roots: list[tuple[Tensor, nn.Parameter]] = []
         # Any parameters do to learn (and check) the defaults of the inner optimizer.
         probe = optimizer_class([nn.Parameter(torch.zeros(2, 2, device="cpu"))], **kwargs)
         super().__init__(
@@ -83,33 +85,33 @@ class InGSpace(GSpaceOptimizer):
     def _make_inner(self) -> None:
         """Makes the inner optimizer; the state of what it owned before goes on."""
         known = {key: self.inner.state[p] for key, p in self._owned.items() if p in self.inner.state}
+        rows = [(at, self.inner.state[row]) for at, row in self._roots if len(at) and row in self.inner.state]
         self._values = [nn.Parameter(torch.zeros_like(wide(w))) for w in self._weights]
         for v in self._values:
             v.grad = torch.zeros_like(v)
-        self._roots: list[tuple[Tensor, nn.Parameter]] = []
-        is_root = self._root == torch.arange(len(self._root), device=self._root.device)
+        self._roots = []
+        roots = self.skeleton.roots.to(self._root.device)
         groups: list[dict[str, Any]] = []
         for g, group in enumerate(self.param_groups):
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             mine = [v for v, at in zip(self._values, self._layer_group, strict=True) if at == g]
             groups.append({**options, "params": mine + self._outside[g]})
-            at = (is_root & (self._unit_group == g))[1:].nonzero()[:, 0] + 1
+            at = roots[self._unit_group[roots] == g]
             row = nn.Parameter(torch.zeros_like(self._last[0][at][None]))
             self._roots.append((at, row))
             undecayed = {"weight_decay": 0} if "weight_decay" in options else {}
             groups.append({**options, "params": [row] if len(at) else [], **undecayed})
         self.inner: Optimizer = self.optimizer_class(groups, **self.optimizer_kwargs)
-        # What the inner optimizer's tensors stand for: a parameter, or the trained skeleton paths of a group.
+        # The tensor of the inner optimizer that stands for a parameter. Trained skeleton paths are told by their units.
         self._owned = {p: p for group in self._outside for p in group}
         self._owned.update(zip(self._weights, self._values, strict=True))
-        self._owned.update({g: row for g, (at, row) in enumerate(self._roots) if len(at)})
         self.inner.state.update({self._owned[key]: state for key, state in known.items() if key in self._owned})
+        self.inner.state.update({row: found for at, row in self._roots if (found := _regrouped(rows, at))})
         self.inner.load_state_dict(self.inner.state_dict())  # casts the state to where the parameters are now
 
     def _restart(self, weights: Sequence[Tensor]) -> None:
-        for key in [*weights, *range(len(self._roots))]:
-            if key in self._owned:
-                self.inner.state.pop(self._owned[key], None)
+        for p in [*(self._owned[w] for w in weights if w in self._owned), *(row for _, row in self._roots)]:
+            self.inner.state.pop(p, None)
 
     def _sync_groups(self) -> None:
         """Schedulers write hyper-parameters into our groups; the inner optimizer reads its own."""
@@ -201,3 +203,23 @@ class InGSpace(GSpaceOptimizer):
                 view.mul_(layer.rows(spread, view))
             self._write(layer, self._weights[k], weight, entries)
         self._advance(every, spread)
+
+
+def _regrouped(rows: Sequence[tuple[Tensor, Mapping[str, Any]]], at: Tensor) -> dict[str, Any]:
+    """State of the trained skeleton paths of the units `at`, from the rows `(units, state)` that they were in.
+
+    What a row counts or sums up as a whole is that of the first; what it has for each path follows the path.
+    """
+    rows = [(units.to(at.device), state) for units, state in rows]
+    mine = [(units, state) for units, state in rows if bool(torch.isin(at, units).any())]
+    result = copy.deepcopy(dict(mine[0][1])) if mine else {}
+    if not mine or torch.equal(mine[0][0], at):
+        return result
+    size = 1 + int(torch.cat([at, *(units for units, _ in mine)]).max())
+    for key, value in result.items():
+        if isinstance(value, Tensor) and value.shape == (1, len(mine[0][0])):
+            full = value.new_zeros(1, size)
+            for units, state in mine:
+                full[:, units.to(value.device)] = state[key].to(value)
+            result[key] = full[:, at.to(value.device)]
+    return result

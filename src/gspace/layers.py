@@ -387,3 +387,11 @@ def pixel_shuffle(walk: Walk, x: Activation, factor: int) -> Activation:
     ids = walk.channels(x, -3, x.shape[-3]).reshape(-1, factor**2)
     walk.tie(ids[:, :1], ids)
     return Activation(along(ids[:, 0], x.ids.dim(), -3), (*x.shape[:-3], ids.shape[0], None, None))
+
+
+def pixel_unshuffle(walk: Walk, x: Activation, factor: int) -> Activation:
+    """Every channel becomes factor² channels of its unit."""
+    if x.ids is None or x.shape is None or x.shape[-3] is None or x.ids.numel() not in (1, x.shape[-3]):
+        return opaque(walk, x)
+    ids = walk.channels(x, -3, x.shape[-3]).repeat_interleave(factor**2)
+    return Activation(along(ids, x.ids.dim(), -3), (*x.shape[:-3], len(ids), None, None))

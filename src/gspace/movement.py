@@ -195,6 +195,32 @@ def expand(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation:
     return Activation(x.ids.reshape([1] * lead + list(x.ids.shape)), shape)
 
 
+def expand_as(walk: Walk, x: Activation, other: Any) -> Activation:
+    """To the sizes of another value, which has no other part in it."""
+    return _lost(walk, x, UNKNOWN_SIZE) if getattr(other, "shape", None) is None else expand(walk, x, other.shape)
+
+
+def unflatten(walk: Walk, x: Any, dim: int, sizes: Any) -> Any:
+    """One dimension, not the batch, as several."""
+    if isinstance(x, (Weight, Buffer)):
+        return _followed(walk, x, torch.unflatten, dim, sizes)
+    if x.ids is None or x.shape is None:
+        return Activation()
+    if x.loose or x.spread or dim % len(x.shape) == 0:
+        return _lost(walk, x, UNKNOWN_RANK if x.loose else UNKNOWN_SIZE)
+    at = dim % len(x.shape)
+    parts, whole = list(_flat(tuple(sizes))), x.shape[at]
+    if not all(isinstance(n, int) for n in parts) or (whole is None and x.ids.shape[at] > 1):
+        return _lost(walk, x, UNKNOWN_SIZE)
+    if -1 in parts:
+        rest = math.prod(n for n in parts if n != -1)
+        parts[parts.index(-1)] = None if whole is None else whole // rest
+    fine = parts if x.ids.shape[at] > 1 else [1] * len(parts)
+    return Activation(
+        x.ids.reshape(*x.ids.shape[:at], *fine, *x.ids.shape[at + 1 :]), (*x.shape[:at], *parts, *x.shape[at + 1 :])
+    )
+
+
 def index(walk: Walk, x: Any, key: Any) -> Any:
     """`x[key]` of a tuple, a shape, a split or an activation."""
     if isinstance(x, Parts):

@@ -11,6 +11,7 @@ from torch.optim.sgd import sgd
 from gspace import fast
 from gspace import step as algorithm
 from gspace.analysis import Analysis, Residual
+from gspace.arguments import number
 from gspace.base import Allocation, GSpaceOptimizer
 from gspace.reference import Reference
 from gspace.skeleton import Skeleton
@@ -78,9 +79,9 @@ class GSGD(GSpaceOptimizer):
         # torch's own constructor checks the hyper-parameters it shares with us.
         shared: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "fused": fused}
         torch.optim.SGD([torch.zeros(1, device="cpu")], lr, momentum, dampening, weight_decay, nesterov, **shared)
-        limit = max_path_grad_norm
-        if limit is not None and not (isinstance(limit, float | int) and limit > 0):
-            raise ValueError(f"max_path_grad_norm must be positive, got {limit!r}")
+        limit = None if max_path_grad_norm is None else number(max_path_grad_norm)
+        if limit is not None and not limit > 0:
+            raise ValueError(f"max_path_grad_norm must be positive, got {max_path_grad_norm!r}")
         self.max_path_grad_norm = limit
         defaults = {
             "lr": lr,

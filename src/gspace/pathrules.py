@@ -262,6 +262,11 @@ def mean(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
     return replace(x, values=values * n ** (1 - call.p)).renormalized()
 
 
+def expand_as(call: Call, x: Power, other: Any) -> Power:
+    """To the sizes of another value, which has no other part in it."""
+    return replace(x, values=x.values.expand_as(other.values if isinstance(other, Power) else other))
+
+
 def total(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
     return moved(call, x, *args, **kwargs).renormalized()
 
@@ -285,7 +290,7 @@ def leaky(call: Call, x: Power, slope: Any = 0.01, *args: Any, **kwargs: Any) ->
     return replace(x, values=x.values * size)
 
 
-def rrelu(call: Call, x: Power, lower: float = 1 / 8, upper: float = 1 / 3, *args: Any) -> Power:
+def rrelu(call: Call, x: Power, lower: float = 1 / 8, upper: float = 1 / 3, *args: Any, **kwargs: Any) -> Power:
     """In evaluation mode its slope is the mean of the two."""
     return leaky(call, x, (lower + upper) / 2)
 
@@ -336,8 +341,9 @@ def pad(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
 
 
 _MOVES = (
-    "pixel_shuffle flatten view reshape _unsafe_view permute movedim unsqueeze transpose t swapaxes squeeze expand "
-    "broadcast_to split split_with_sizes chunk unbind select narrow slice getitem cat concat concatenate stack "
+    "pixel_shuffle pixel_unshuffle flatten unflatten view reshape _unsafe_view permute movedim unsqueeze transpose t "
+    "swapaxes squeeze expand broadcast_to split split_with_sizes chunk tensor_split unbind select narrow slice getitem "
+    "cat concat concatenate stack "
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d flip roll channel_shuffle repeat index_select"
 )
 
@@ -359,6 +365,7 @@ RULES: dict[str, Rule] = {
     "interpolate": windows,
     "mean": mean,
     "sum": total,
+    "expand_as": expand_as,
     **dict.fromkeys("matmul mm".split(), matmul),
     "addmm": addmm,
     **dict.fromkeys("gt lt ge le eq ne".split(), compare),

@@ -109,36 +109,39 @@ def rescale_(
 
 def _apply(model: nn.Module, analysis: Analysis, c: Tensor) -> None:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    changes: list[tuple[Tensor, Tensor]] = []
+    changes: list[tuple[str, Tensor, Tensor]] = []
     for e in analysis.edges:
         view = e.view(parameters[e.name].detach())
         factor = (c[e.head][:, :, None] / c[e.tail][:, None, :]).reshape(
             *view.shape[:1], e.head.shape[1], e.tail.shape[1]
         )
         if bool((factor != 1).any()):
-            changes.append((view, factor.reshape(*factor.shape, *[1] * (view.dim() - 3)).to(view.device)))
+            factor = factor.reshape(*factor.shape, *[1] * (view.dim() - 3)).to(view.device)
+            changes.append((e.name, view, factor))
     for s in analysis.statistics:
         factor = c[s.unit] ** s.power
         if bool((factor != 1).any()):
-            changes.append((buffers[s.name], factor.to(buffers[s.name].device)))
-    for view, factor in changes:
+            changes.append((s.name, buffers[s.name], factor.to(buffers[s.name].device)))
+    for name, view, factor in changes:
         limits, before, after = torch.finfo(view.dtype), view.abs(), view.abs() * factor
+        if not bool(before.isfinite().all()):
+            raise ValueError(f"{name} holds values that are not finite, which no scale changes")
         lost = (after < limits.tiny * limits.eps) & (before > 0)
         # Single weights may lose digits below the normal numbers, but not all of a row.
         faint = (_row_sizes(after) < limits.tiny) & (_row_sizes(before) >= limits.tiny)
         if not bool((after <= limits.max).all()) or bool(lost.any()) or bool(faint.any()):
             low, high = (float(x) for x in after[before > 0].aminmax())
             raise ValueError(
-                f"these scales take a weight out of the range of {view.dtype} (they would be {low:.3g} to {high:.3g})"
+                f"these scales take {name} out of the range of {view.dtype} (it would be {low:.3g} to {high:.3g})"
             )
     with torch.no_grad():
-        for view, factor in changes:
+        for _, view, factor in changes:
             view.copy_(view * factor)
 
 
 def _row_sizes(view: Tensor) -> Tensor:
-    """Largest |w| of each row of a parameter's view; a statistic is its own row."""
-    return view.flatten(2).amax(2) if view.dim() > 2 and view.numel() else view
+    """Largest |w| of each row of a parameter's view that has several entries."""
+    return view.flatten(2).amax(2) if view.dim() > 2 and view[0, 0].numel() > 1 else view.new_empty(0)
 
 
 def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | None = None, **options: Any) -> Scales:

@@ -2,7 +2,7 @@
 
 A *space* is a tensor of ids that broadcasts against the activation: `(1, C, 1, 1)` behind a 2d convolution, `(1, F)`
 behind a linear layer. Ids are provisional: every layer that writes channels draws fresh ones, and the walk collects
-equations between them (`tie`) and with ground (`pin`), which `graph.py` solves at the end. Id 0 is ground.
+equations between them (`tie`) and with ground (`pin`), which `solve.py` solves at the end. Id 0 is ground.
 
 Sizes that a symbolic trace cannot know are `None`; the leading one is then the batch. Nothing is guessed: an operation
 that needs an unknown size pins its input and says so.

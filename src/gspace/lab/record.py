@@ -129,6 +129,8 @@ def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
         raise RecordError(f"cannot write {folder}: {error.strerror or error}") from error
     try:
         run = Run(folder, recipe)
+        for left in folder.glob("*.part"):  # by a process that was killed while it wrote
+            left.unlink(missing_ok=True)
         path = folder / RECIPE
         if not path.exists():
             write_json(path, recipe.to_dict())

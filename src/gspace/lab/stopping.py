@@ -30,13 +30,15 @@ def interruption(signum: int, where: str, minutes: float | None) -> Interrupted:
 def stop_requests(minutes: float | None = None) -> Iterator[Stop]:
     """Turns these signals into a request that the loop reads; a second one acts as it always did.
 
-    With `minutes`, SIGALRM comes after that time. What is ignored (`nohup`) stays so.
+    With `minutes`, SIGALRM comes after that time. SIGHUP stays ignored where it is (`nohup`).
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    before = {s: signal.getsignal(s) for s in STOPPING if signal.getsignal(s) is not signal.SIG_IGN}
+    before = {s: signal.getsignal(s) for s in STOPPING}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
 
     def receive(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
