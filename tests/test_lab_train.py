@@ -896,6 +896,18 @@ def test_a_stopped_stack_continues_as_it_was_begun_whoever_of_it_is_asked_for(
     assert "failed" not in capsys.readouterr().err
 
 
+def test_a_stack_whose_other_runs_are_in_use_is_left_to_their_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipes = [SMALL.but(seed=seed) for seed in range(4)]
+    with pytest.raises(Interrupted):
+        train_many(recipes, tmp_path / "runs", stop=stop_at(30))
+    with open_run(tmp_path / "runs", recipes[3]):
+        tally = queue.run_queue(recipes[:2], tmp_path / "runs", queue.Session())
+    assert tally == queue.Tally(2, held=frozenset(recipes[:2]))
+    assert f"in use by process {os.getpid()}" in capsys.readouterr().out
+
+
 def test_errors_are_measured_in_evaluation_mode_and_on_all_images(tmp_path: Path) -> None:
     recipe = Recipe(model="plain-10", width=4, iterations=12, batch_size=64, lr=0.1, eval_every=4)
     summary = train(recipe, tmp_path)

@@ -25,6 +25,8 @@ class Move(NamedTuple):
 
 MOVES = {
     "pixel_shuffle": Move(lambda x: F.pixel_shuffle(x, 2), 2, 2),
+    "pixel_unshuffle": Move(lambda x: F.pixel_unshuffle(x, downscale_factor=2), 4 * C),
+    "PixelShuffle": Move(nn.PixelShuffle(upscale_factor=2), 2, 2),
     "PixelUnshuffle": Move(nn.PixelUnshuffle(2), 4 * C),
     "stack before the channels": Move(lambda x: torch.stack([x, 2 * x], 1).flatten(1, 2), 2 * C),
     "stack behind the channels": Move(lambda x: torch.stack([x, 2 * x], 2).flatten(1, 2), 2 * C),

@@ -1,6 +1,7 @@
 """Rare circumstances in which a step once went wrong without a word."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -400,7 +401,15 @@ class LookedUp(nn.Module):
         return self.head(self.look_up(self.embedding.weight, x))
 
 
+class Questioned(nn.Module):
+    """Asks for a number, which only `torch.export` answers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.shape[0] > 3 else -x
+
+
 LOOKS: dict[str, Any] = {
+    "module": lambda w, x, padding: None,
     "functional": lambda w, x, padding: nn.functional.embedding(x, w, padding_idx=padding),
     "ATen": lambda w, x, padding: torch.embedding(w, x, -1 if padding is None else padding),
 }
@@ -410,9 +419,13 @@ LOOKS: dict[str, Any] = {
 @pytest.mark.parametrize("padding", [2, None])
 def test_the_row_of_padding_is_left_alone(look: str, padding: int | None) -> None:
     model = LookedUp(lambda w, x: LOOKS[look](w, x, padding))
+    if look == "module":
+        model = nn.Sequential(OrderedDict(embedding=nn.Embedding(9, 6, padding_idx=padding), head=nn.Linear(6, 4)))
     with torch.no_grad():
         model.embedding.weight[2] = 5.0
     before, x = model.embedding.weight.detach()[2].clone(), torch.arange(9).expand(8, 9)
+    exported = nn.Sequential(model, Questioned())
+    assert (gspace.analyze(exported, x).H == 6) == (padding is None)
     gspace.init_skeleton_(model)
     assert (gspace.analyze(model).H == 6) == (padding is None)
     step(model, gspace.GSGD(model, 0.1), x)
@@ -440,10 +453,15 @@ def test_a_parameter_that_changes_its_group_takes_its_rate() -> None:
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.out = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(10, 3)
+        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
+        self.out = nn.Linear(12, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.cat([self.a(x).relu(), self.b(x).relu()], -1))
+        return self.out(torch.cat([branch(x).relu() for branch in self.branches], -1))
+
+    def groups(self) -> list[dict[str, Any]]:
+        a, b, c, d = (list(branch.parameters()) for branch in self.branches)
+        return [{"params": a + b}, {"params": c + d}, {"params": list(self.out.parameters())}]
 
 
 def move_one(groups: list[dict[str, Any]]) -> None:
@@ -459,26 +477,40 @@ def exchange(groups: list[dict[str, Any]]) -> None:
     groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
 
 
-@pytest.mark.parametrize("change", [move_one, move_weights, exchange])
+def exchange_half(groups: list[dict[str, Any]]) -> None:
+    groups[0]["params"][2:], groups[1]["params"][2:] = groups[1]["params"][2:], groups[0]["params"][2:]
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["", "and saved"])
+@pytest.mark.parametrize("change", [move_one, move_weights, exchange, exchange_half])
 @pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.Adam], ids=["SGD", "Adam"])
-def test_state_follows_parameters_into_other_groups(inner: Any, change: Any) -> None:
+def test_state_follows_parameters_into_other_groups(inner: Any, change: Any, saved: bool) -> None:
     """Groups are alike: nothing may change."""
     models = [Branches().double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     options = {"momentum": 0.9} if inner is torch.optim.SGD else {}
-    made = [
-        gspace.InGSpace(
-            m, inner, lr=0.02, params=[{"params": list(part.parameters())} for part in m.children()], **options
-        )
-        for m in models
-    ]
+    made = [gspace.InGSpace(m, inner, lr=0.02, params=m.groups(), **options) for m in models]
     for turn in range(6):
         if turn == 3:
             change(made[0].param_groups)
+            if saved:
+                made[0].load_state_dict(copy.deepcopy(made[0].state_dict()))
         for model, optimizer in zip(models, made, strict=True):
             step(model, optimizer)
     for p, q in zip(*(m.parameters() for m in models), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+def test_groups_whose_state_has_other_parts_can_be_joined() -> None:
+    model = Branches().double()
+    groups = model.groups()
+    groups[0]["amsgrad"] = True
+    optimizer = gspace.InGSpace(model, torch.optim.Adam, lr=0.02, params=groups)
+    step(model, optimizer)
+    move_weights(optimizer.param_groups)
+    before = copy.deepcopy(model.state_dict())
+    step(model, optimizer)
+    assert all(bool((before[name] != value).any()) for name, value in model.state_dict().items())
 
 
 def test_a_group_that_the_inner_optimizer_refuses_changes_nothing() -> None:
@@ -591,6 +623,8 @@ def test_a_rate_of_one_element_in_statistics() -> None:
         (lambda m: gspace.GSGD(m, 0.1, pin=3), "names of modules"),
         (lambda m: gspace.GSGD(m, 0.1, max_ratio=None), "max_ratio must be at least 1"),
         (lambda m: gspace.GSGD(m, 0.1, max_path_grad_norm="x"), "max_path_grad_norm must be positive"),
+        (lambda m: gspace.GSGD(m, 0.1, max_drift=b"2"), "max_drift must be at least 1"),
+        (lambda m: gspace.GSGD(m, 0.1, max_ratio=-(10**400)), "max_ratio must be at least 1"),
         (lambda m: PathSGD(m, float("nan")), "not a number"),
         (lambda m: PathSGD(m, 0.1, analysis=gspace.analyze(nn.Sequential(m))), "another model"),
         (lambda m: PathSGD(m, 0.1, analysis="x"), "got str"),

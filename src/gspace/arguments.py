@@ -45,7 +45,9 @@ def guards(max_ratio: Any, max_drift: Any, allocation: str) -> tuple[float, floa
 def number(value: Any) -> float:
     """A number of any library as a float; NaN for what is none."""
     try:
-        return float("nan") if isinstance(value, str) else float(value)
+        return float("nan") if isinstance(value, str | bytes) else float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
     except (TypeError, ValueError, RuntimeError):
         return float("nan")
 

@@ -158,12 +158,15 @@ class GSpaceOptimizer(Optimizer):
                 f"the model was changed after {type(self).__name__} was made: {changed!r} is not what it was. "
                 f"Make a new {type(self).__name__} for the changed model."
             )
-        listed, sizes = self._parameters(), [len(group["params"]) for group in self.param_groups]
-        same = sizes == self._sizes and all(map(is_, listed, self._listed))
-        if not same or list(map(_TRAINED, listed)) != self._trained:
+        if self._regrouped() or list(map(_TRAINED, self._listed)) != self._trained:
             self._refit()
         if self._seen != self._now() or any(map(_EXPIRED, self._storages)):
             self._follow()
+
+    def _regrouped(self) -> bool:
+        """Whether others changed the list of parameters of a group."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        return sizes != self._sizes or not all(map(is_, self._parameters(), self._listed))
 
     def _follow(self) -> None:
         """Takes Ĩ and Õ from the weights, except where they agree to √eps: many steps round that far."""
@@ -283,10 +286,14 @@ class GSpaceOptimizer(Optimizer):
 
         It holds what steps write in place, not copies: copy it to keep it beside further steps.
         """
+        if self._regrouped():
+            self._refit()
         return saved.save(self, super().state_dict, {"gspace": self._own_state()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         found: list[tuple[Skeleton, Mapping[str, Any]]] = []
+        if self._regrouped():
+            self._refit()
 
         def take(state: dict[str, Any]) -> dict[str, Any]:
             if "gspace" not in state:

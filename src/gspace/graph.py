@@ -134,7 +134,7 @@ def _aliased(walk: Walk, model: nn.Module) -> None:
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
         if p.device.type != "meta" and p.layout == torch.strided and p.numel():
             if _overlaps(p):
-                overlap = PinnedAt(torch.empty(0), "alias", name, "its entries share memory")
+                overlap = PinnedAt(torch.empty(0), "alias", name, "its entries may share memory")
                 walk.misused.setdefault(name, overlap)
             first = p.untyped_storage().data_ptr() + int(p.storage_offset()) * p.element_size()
             last = sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True))

@@ -106,7 +106,7 @@ class InGSpace(GSpaceOptimizer):
         self._owned = {p: p for group in self._outside for p in group}
         self._owned.update(zip(self._weights, self._values, strict=True))
         self.inner.state.update({self._owned[key]: state for key, state in known.items() if key in self._owned})
-        self.inner.state.update({row: found for at, row in self._roots if (found := _regrouped(rows, at))})
+        self.inner.state.update({row: found for at, row in self._roots if (found := _gathered(rows, at))})
         self.inner.load_state_dict(self.inner.state_dict())  # casts the state to where the parameters are now
 
     def _restart(self, weights: Sequence[Tensor]) -> None:
@@ -205,21 +205,25 @@ class InGSpace(GSpaceOptimizer):
         self._advance(every, spread)
 
 
-def _regrouped(rows: Sequence[tuple[Tensor, Mapping[str, Any]]], at: Tensor) -> dict[str, Any]:
+def _gathered(rows: Sequence[tuple[Tensor, Mapping[str, Any]]], at: Tensor) -> dict[str, Any]:
     """State of the trained skeleton paths of the units `at`, from the rows `(units, state)` that they were in.
 
-    What a row counts or sums up as a whole is that of the first; what it has for each path follows the path.
+    What a row has for each path follows the path (0 where it had none); what it counts or sums up as a whole is that
+    of the first row.
     """
     rows = [(units.to(at.device), state) for units, state in rows]
     mine = [(units, state) for units, state in rows if bool(torch.isin(at, units).any())]
-    result = copy.deepcopy(dict(mine[0][1])) if mine else {}
-    if not mine or torch.equal(mine[0][0], at):
-        return result
-    size = 1 + int(torch.cat([at, *(units for units, _ in mine)]).max())
-    for key, value in result.items():
-        if isinstance(value, Tensor) and value.shape == (1, len(mine[0][0])):
+    if len(mine) == 1 and torch.equal(mine[0][0], at):
+        return copy.deepcopy(dict(mine[0][1]))
+    size = 1 + int(torch.cat([at, *(units for units, _ in mine)]).max()) if mine else 0
+    result: dict[str, Any] = {}
+    for key in dict.fromkeys(key for _, state in mine for key in state):
+        having = [(units, state[key]) for units, state in mine if key in state]
+        value = having[0][1]
+        if all(isinstance(v, Tensor) and v.shape == (1, len(units)) for units, v in having):
             full = value.new_zeros(1, size)
-            for units, state in mine:
-                full[:, units.to(value.device)] = state[key].to(value)
-            result[key] = full[:, at.to(value.device)]
+            for units, v in having:
+                full[:, units.to(value.device)] = v.to(value)
+            value = full[:, at.to(value.device)]
+        result[key] = copy.deepcopy(value)
     return result

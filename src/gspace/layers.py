@@ -380,18 +380,18 @@ def extremum(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Any:
     return (value, grounded(value.shape)) if args or kwargs else value
 
 
-def pixel_shuffle(walk: Walk, x: Activation, factor: int) -> Activation:
+def pixel_shuffle(walk: Walk, x: Activation, upscale_factor: int) -> Activation:
     """The factor² channels that fill one output channel are tied."""
     if x.ids is None or x.shape is None or x.shape[-3] is None or x.ids.numel() not in (1, x.shape[-3]):
         return opaque(walk, x)
-    ids = walk.channels(x, -3, x.shape[-3]).reshape(-1, factor**2)
+    ids = walk.channels(x, -3, x.shape[-3]).reshape(-1, upscale_factor**2)
     walk.tie(ids[:, :1], ids)
     return Activation(along(ids[:, 0], x.ids.dim(), -3), (*x.shape[:-3], ids.shape[0], None, None))
 
 
-def pixel_unshuffle(walk: Walk, x: Activation, factor: int) -> Activation:
+def pixel_unshuffle(walk: Walk, x: Activation, downscale_factor: int) -> Activation:
     """Every channel becomes factor² channels of its unit."""
     if x.ids is None or x.shape is None or x.shape[-3] is None or x.ids.numel() not in (1, x.shape[-3]):
         return opaque(walk, x)
-    ids = walk.channels(x, -3, x.shape[-3]).repeat_interleave(factor**2)
+    ids = walk.channels(x, -3, x.shape[-3]).repeat_interleave(downscale_factor**2)
     return Activation(along(ids, x.ids.dim(), -3), (*x.shape[:-3], len(ids), None, None))

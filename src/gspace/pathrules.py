@@ -262,8 +262,9 @@ def mean(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
     return replace(x, values=values * n ** (1 - call.p)).renormalized()
 
 
-def expand_as(call: Call, x: Power, other: Any) -> Power:
+def expand_as(call: Call, x: Any, other: Any) -> Power:
     """To the sizes of another value, which has no other part in it."""
+    x = x if isinstance(x, Power) else call.raised(x)
     return replace(x, values=x.values.expand_as(other.values if isinstance(other, Power) else other))
 
 

@@ -103,6 +103,9 @@ def _try(members: Sequence[Recipe], out: Path, session: Session, *, whole: bool)
         return _take(members, out, session, whole=whole)
     except (Interrupted, BrokenPipeError):
         raise
+    except BusyError as error:  # of one that the stack was begun with
+        print(f"{members[0].folder}: {error}", flush=True)
+        return Tally(len(members), held=frozenset(members))
     except LabError as error:
         print(f"{members[0].folder}: {error}", file=sys.stderr)
     except Exception:  # noqa: BLE001 -- one run must not keep the others from running; the traceback is shown
@@ -155,9 +158,11 @@ def _claim(held: ExitStack, out: Path, recipe: Recipe) -> Run | None:
 def wait_for_others(held: Collection[Recipe], out: Path, session: Session) -> None:
     """Returns once a process has let go of one of these runs. Raises `Interrupted` when a signal stops it."""
     print("waiting for the runs of other processes", flush=True)
-    while all(map(_busy, (out / recipe.folder for recipe in held))):
+    while True:
         _check_stop(session, "waiting for other processes")
         time.sleep(1.0)
+        if not all(map(_busy, (out / recipe.folder for recipe in held))):
+            return
 
 
 def _busy(folder: Path) -> bool:

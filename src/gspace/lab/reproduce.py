@@ -92,15 +92,17 @@ def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> Tal
     options.prepare(expected, args)
     with options.session(args, len(expected)) as session, options.alone(args.json):
         others: frozenset[Recipe] = frozenset()
+        left: set[Recipe] = set()
         while todo := [recipe for recipe in unfinished(cells(scores), scores) if recipe not in tried]:
             if others.issuperset(todo):
                 wait_for_others(todo, args.out, session)
             new = run_queue(todo, args.out, session, stack=args.stack)
             others = new.held if args.wait else frozenset()
+            left |= others
             tried.update(set(todo) - others)
             tally += replace(new, runs=new.runs - len(others), held=new.held - others)
             scores = scores_of(recorded(args))
-    return tally
+    return tally + Tally(len(left - tried))  # those that other processes ran
 
 
 def unfinished(cells: Sequence[Cell], scores: Scores) -> list[Recipe]:
