@@ -885,26 +885,29 @@ def test_a_stack_goes_on_although_one_of_its_runs_has_ended(tmp_path: Path) -> N
     assert [line["test_error"] for line in rest] == [line["test_error"] for line in whole[1:]]
 
 
-def test_a_stopped_stack_continues_as_it_was_begun_whoever_of_it_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def stopped(tmp_path: Path) -> list[Recipe]:
+    """Four runs below `runs`, begun as one stack and stopped."""
     recipes = [SMALL.but(seed=seed) for seed in range(4)]
     with pytest.raises(Interrupted):
         train_many(recipes, tmp_path / "runs", stop=stop_at(30))
-    assert cli.main([*arguments(tmp_path, recipes), "--stack", "2"]) == 0
-    assert [line["stacked"] for line in (result(tmp_path / "runs", recipe) for recipe in recipes)] == [4] * 4
+    return recipes
+
+
+def test_a_stopped_stack_continues_as_it_was_begun_whoever_of_it_is_asked_for(
+    tmp_path: Path, stopped: list[Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*arguments(tmp_path, stopped), "--stack", "2"]) == 0
+    assert [result(tmp_path / "runs", recipe)["stacked"] for recipe in stopped] == [4] * 4
     assert "failed" not in capsys.readouterr().err
 
 
 def test_a_stack_whose_other_runs_are_in_use_is_left_to_their_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, stopped: list[Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipes = [SMALL.but(seed=seed) for seed in range(4)]
-    with pytest.raises(Interrupted):
-        train_many(recipes, tmp_path / "runs", stop=stop_at(30))
-    with open_run(tmp_path / "runs", recipes[3]):
-        tally = queue.run_queue(recipes[:2], tmp_path / "runs", queue.Session())
-    assert tally == queue.Tally(2, held=frozenset(recipes[:2]))
+    with open_run(tmp_path / "runs", stopped[3]):
+        tally = queue.run_queue(stopped[:2], tmp_path / "runs", queue.Session())
+    assert tally == queue.Tally(2, held=frozenset(stopped[:2]))
     assert f"in use by process {os.getpid()}" in capsys.readouterr().out
 
 

@@ -1,7 +1,6 @@
 """Rare circumstances in which a step once went wrong without a word."""
 
 import copy
-from collections import OrderedDict
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -391,14 +390,15 @@ def test_path_sgd_trains_float32_where_kappa_leaves_its_range() -> None:
 
 
 class LookedUp(nn.Module):
-    """An embedding, looked up by one of torch's functions."""
+    """An embedding, looked up in one of torch's ways."""
 
-    def __init__(self, look_up: Any) -> None:
+    def __init__(self, look: str, padding: int | None) -> None:
         super().__init__()
-        self.embedding, self.head, self.look_up = nn.Embedding(9, 6), nn.Linear(6, 4), look_up
+        self.embedding, self.head = nn.Embedding(9, 6, padding_idx=padding), nn.Linear(6, 4)
+        self.look_up = LOOKS[look]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.look_up(self.embedding.weight, x))
+        return self.head(self.look_up(self.embedding, x, self.embedding.padding_idx))
 
 
 class Questioned(nn.Module):
@@ -409,18 +409,16 @@ class Questioned(nn.Module):
 
 
 LOOKS: dict[str, Any] = {
-    "module": lambda w, x, padding: None,
-    "functional": lambda w, x, padding: nn.functional.embedding(x, w, padding_idx=padding),
-    "ATen": lambda w, x, padding: torch.embedding(w, x, -1 if padding is None else padding),
+    "module": lambda table, x, padding: table(x),
+    "functional": lambda table, x, padding: nn.functional.embedding(x, table.weight, padding_idx=padding),
+    "ATen": lambda table, x, padding: torch.embedding(table.weight, x, -1 if padding is None else padding),
 }
 
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("padding", [2, None])
 def test_the_row_of_padding_is_left_alone(look: str, padding: int | None) -> None:
-    model = LookedUp(lambda w, x: LOOKS[look](w, x, padding))
-    if look == "module":
-        model = nn.Sequential(OrderedDict(embedding=nn.Embedding(9, 6, padding_idx=padding), head=nn.Linear(6, 4)))
+    model = LookedUp(look, padding)
     with torch.no_grad():
         model.embedding.weight[2] = 5.0
     before, x = model.embedding.weight.detach()[2].clone(), torch.arange(9).expand(8, 9)
