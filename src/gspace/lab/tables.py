@@ -183,6 +183,7 @@ LAMBDAS = tuple(factor * 10.0**-alpha for alpha in (6, 5, 4, 3) for factor in (0
 def _regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
     coarse = (1e-4, 1e-3) if quick else LAMBDAS[1::3]
     part = "grid of λ, {iterations} iterations, validation images"
+    searched, chosen = [], []
     for method in (SGD, G_SGD, FROM_SKELETON):
         full = method.on(cifar("resnet-34", "cifar10", quick=quick))
         short = _held_out(full, quick)
@@ -192,14 +193,16 @@ def _regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
             k = LAMBDAS.index(found.weight_decay)
             grid += [seeds(short.but(weight_decay=LAMBDAS[near]), 1) for near in (k - 1, k + 1)]
             found = best(grid, scores)
-        for runs in sorted(grid, key=lambda runs: runs[0].weight_decay):
-            yield Cell(part, f"λ = {runs[0].weight_decay:g}", method, runs, axis=DECAY)
+        searched += [Cell(part, f"λ = {runs[0].weight_decay:g}", method, runs, axis=DECAY) for runs in grid]
         for data in ("cifar10",) if quick else ("cifar10", "cifar100"):
             if found:
                 decay = found.weight_decay
                 runs = seeds(full.but(weight_decay=decay, data=data), 1 if quick else 3)
                 printed = FIGURES_8_9.get((data, method.key))
-                yield Cell("best λ of each method, in full", full.model, method, runs, printed, f"λ = {decay:g}")
+                row = (full.model, method, runs, printed, f"λ = {decay:g}")
+                chosen.append(Cell("best λ of each method, in full", *row))
+    yield from sorted(searched, key=lambda cell: cell.recipes[0].weight_decay)  # methods have different λ
+    yield from chosen
 
 
 def _held_out(recipe: Recipe, quick: bool) -> Recipe:
