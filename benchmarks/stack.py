@@ -30,8 +30,8 @@ import torch
 from gspace.lab.experiment import Method, seeds
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Line, environment
+from gspace.lab.settings import FASHION, G_SGD, SGD
 from gspace.lab.stacked import largest_stack
-from gspace.lab.tables import FASHION, G_SGD, SGD
 from gspace.lab.train import train, train_many
 
 SEEDS = 5

@@ -30,13 +30,13 @@ def triton_way(optimizer: gspace.GSGD, tile: Tile = SMALL) -> None:
     pytest.importorskip("triton")
     from gspace import launch
 
-    reason = launch.refusal(optimizer._layers, optimizer._weights, optimizer.batch_norm, tile)
+    reason = launch.refusal(fast.task(optimizer), tile)
     assert reason is None, reason
     optimizer._fast = fast._tabulate(optimizer, launch.FusedStep, tile, 8)
 
 
 def native_way(optimizer: gspace.GSGD, tile: Tile = native.TILE) -> None:
-    reason = native.refusal(optimizer._layers, optimizer._weights, optimizer.batch_norm)
+    reason = native.refusal(fast.task(optimizer))
     if reason is not None and "compiler" in reason:
         pytest.skip(reason)
     assert reason is None, reason

@@ -16,8 +16,9 @@ from gspace.lab.models import build_model
 from gspace.lab.optimizers import build_optimizer
 from gspace.lab.queue import batches, read_queue
 from gspace.lab.recipe import Recipe
+from gspace.lab.settings import CONTROLS, FROM_SKELETON, TABLE_1, cifar
 from gspace.lab.stacked import stackable
-from gspace.lab.tables import CONTROLS, EXPERIMENTS, FROM_SKELETON, TABLE_1, cifar, invariant_ratio
+from gspace.lab.tables import EXPERIMENTS, invariant_ratio
 from gspace.lab.transform import feed
 
 ABSENT = frozenset({"mnist", "fashion_mnist", "cifar10", "cifar100"})

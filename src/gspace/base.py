@@ -9,7 +9,6 @@ Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter, is_
 from typing import Any, Literal
 
@@ -21,14 +20,7 @@ from torch.optim.optimizer import Optimizer
 from gspace import saved
 from gspace import step as algorithm
 from gspace.analysis import Analysis, Residual
-from gspace.arguments import (
-    guards,
-    require_model,
-    require_numbers,
-    require_one_of,
-    wanted,
-    warn_of_zeros,
-)
+from gspace.arguments import guards, require_model, require_numbers, require_one_of, wanted, warn_of_zeros
 from gspace.graph import analyzed
 from gspace.held import Held
 from gspace.hooks import hooked
@@ -235,43 +227,20 @@ class GSpaceOptimizer(Optimizer):
 
     # State ------------------------------------------------------------------------------------------------------------
 
-    _CHOICE = ("in_edge", "in_index", "out_edge", "out_index", "parent", "child", "root")
-
     def _own_state(self) -> dict[str, Any]:
         return {
             "reference": self.reference,
-            "skeleton": {name: getattr(self.skeleton, name) for name in self._CHOICE},
-            "units": [(e.head, e.tail) for e in self.skeleton.edges],
-            "shapes": self._shapes(),
+            **saved.of_skeleton(self.skeleton, dict(self.model.named_parameters())),
             "reference_in": self._reference_in,
             "reference_out": self._reference_out,
             "incoming": self.incoming,
             "outgoing": self.outgoing,
         }
 
-    def _shapes(self) -> list[tuple[int, ...]]:
-        weights = dict(self.model.named_parameters())
-        return [tuple(weights[e.name].shape) for e in self.skeleton.edges]
-
     def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
         if {*own, "shapes"} != self._own_state().keys():  # at first states had no shapes
             raise ValueError(f"this is the state of another optimizer, not of {type(self).__name__}")
-        units = [(head.shape, tail.shape) for head, tail in own["units"]]
-        here = self._shapes()
-        if units != [(e.head.shape, e.tail.shape) for e in self.skeleton.edges] or own.get("shapes", here) != here:
-            raise ValueError("this state belongs to another network: its layers have other sizes")
-        pairs = zip(self.skeleton.edges, own["units"], strict=True)
-        edges = tuple(replace(e, head=head.cpu(), tail=tail.cpu()) for e, (head, tail) in pairs)
-        mine = {id(p): p.requires_grad for p in self._parameters()}
-        weights = dict(self.model.named_parameters())
-        inside = [e.name for e in edges if bool(e.head.any() | e.tail.any())]
-        for name in inside:
-            if id(weights[name]) not in mine:
-                raise ValueError(f"this state trains {name} in G-space, which is no parameter of this optimizer")
-            if not mine[id(weights[name])]:
-                raise ValueError(f"this state trains {name} in G-space, which is frozen: load it first, then freeze")
-        choice = {name: own["skeleton"][name].cpu() for name in self._CHOICE}
-        return replace(self.skeleton, edges=edges, H=len(choice["root"]) - 1, **choice)
+        return saved.skeleton_of(own, self.skeleton, dict(self.model.named_parameters()), self._parameters())
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
         self.reference = own["reference"]

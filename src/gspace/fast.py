@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gspace import foreach, native
 from gspace.base import GSpaceOptimizer, capturing
-from gspace.network import Given, Network, addresses, is_dense
+from gspace.network import Given, Network, Task, addresses, is_dense
 from gspace.tables import Tile
 
 if TYPE_CHECKING:
@@ -87,6 +87,26 @@ def _choose(optimizer: "GSGD") -> "Bound | str":
     return "; ".join(reasons)
 
 
+def task(optimizer: "GSGD") -> Task:
+    """What a way of `optimizer` is bound to."""
+    o = optimizer
+    ratio, raw = o._last
+    return Task(
+        layers=o._layers,
+        weights=o._weights,
+        groups=o._layer_group,
+        root=o._root,
+        unit_group=o._unit_group,
+        ratio=ratio,
+        raw=raw,
+        rule=o.batch_norm,
+        spread=o.allocation == "spread",
+        max_ratio=o.max_ratio,
+        max_drift=o.max_drift,
+        max_path_grad_norm=o.max_path_grad_norm,
+    )
+
+
 def _triton(optimizer: "GSGD") -> "Bound | str":
     weights = optimizer._weights
     if not weights or weights[0].device.type != "cuda":
@@ -95,33 +115,19 @@ def _triton(optimizer: "GSGD") -> "Bound | str":
         return "Triton is not installed"
     from gspace import launch
 
-    reason = launch.refusal(optimizer._layers, weights, optimizer.batch_norm)
+    reason = launch.refusal(task(optimizer))
     return reason or _tabulate(optimizer, launch.FusedStep, Tile(), launch.FOLD)
 
 
 def _native(optimizer: "GSGD") -> "Bound | str":
-    reason = native.refusal(optimizer._layers, optimizer._weights, optimizer.batch_norm)
+    reason = native.refusal(task(optimizer))
     return reason or _tabulate(optimizer, native.NativeStep, native.TILE, native.FOLD)
 
 
 def _foreach(optimizer: "GSGD") -> "Bound | str":
-    o = optimizer
-    spread = o.allocation == "spread"
-    reason = foreach.refusal(o._layers, o._weights, spread=spread, max_path_grad_norm=o.max_path_grad_norm)
-    if reason:
-        return reason
-    way = foreach.ForeachStep(
-        o._layers,
-        o._weights,
-        o._layer_group,
-        o._root,
-        o._unit_group,
-        *o._last,
-        rule=o.batch_norm,
-        max_ratio=o.max_ratio,
-        max_drift=o.max_drift,
-    )
-    return Bound(o, way, o._weights, o._layer_group, o._outside)
+    this = task(optimizer)
+    reason = foreach.refusal(this)
+    return reason or Bound(optimizer, foreach.ForeachStep(this), this.weights, this.groups, optimizer._outside)
 
 
 def _tabulate(optimizer: "GSGD", way: Callable[[Network], Way], tile: Tile, fold_items: int) -> "Bound":
@@ -135,24 +141,8 @@ def _tabulate(optimizer: "GSGD", way: Callable[[Network], Way], tile: Tile, fold
     ]
     taken = {id(p) for p, _ in outside}
     rest = [[p for p in some if id(p) not in taken] for some in o._outside]
-    groups = [*o._layer_group, *(g for _, g in outside)]
-    network = Network(
-        o._layers,
-        o._weights,
-        [p for p, _ in outside],
-        groups,
-        o._root,
-        o._unit_group,
-        *o._last,
-        rule=o.batch_norm,
-        spread=o.allocation == "spread",
-        max_ratio=o.max_ratio,
-        max_drift=o.max_drift,
-        max_path_grad_norm=o.max_path_grad_norm,
-        tile=tile,
-        fold_items=fold_items,
-    )
-    return Bound(o, way(network), network.parameters, groups, rest)
+    network = Network(task(o), outside, tile, fold_items)
+    return Bound(o, way(network), network.parameters, network.groups, rest)
 
 
 class Declined:

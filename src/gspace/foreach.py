@@ -18,23 +18,21 @@ import torch
 from torch import Tensor
 
 from gspace.devices import on_cpu
-from gspace.network import Given, Groups
-from gspace.step import BatchNormRule, Layer, row_norms
+from gspace.network import Given, Groups, Task
+from gspace.step import row_norms
 
 BLOCK = 1 << 16  # elements of a weight that stay in the cache between two operations
 
 
-def refusal(
-    layers: Sequence[Layer], weights: Sequence[Tensor], *, spread: bool, max_path_grad_norm: float | None
-) -> str | None:
+def refusal(task: Task) -> str | None:
     """Why this way is not open, None if it is."""
-    if not layers:
+    if not task.layers:
         return "no parameter touches a unit"
-    if any(w.device.type != "cpu" for w in weights):
+    if any(w.device.type != "cpu" for w in task.weights):
         return "parameters are not on a CPU"
-    if len({w.dtype for w in weights}) > 1 or weights[0].dtype not in (torch.float32, torch.float64):
+    if len({w.dtype for w in task.weights}) > 1 or task.weights[0].dtype not in (torch.float32, torch.float64):
         return "parameters differ in dtype, or are narrower than float32"
-    if spread or max_path_grad_norm is not None:
+    if task.spread or task.max_path_grad_norm is not None:
         return "free weights that move, and clipping, take other sums"
     return None
 
@@ -58,41 +56,20 @@ class Entries(NamedTuple):
 
 
 class ForeachStep:
-    """One step on the parameters that touch units; free weights stay fixed.
-
-    Args:
-        layers, weights: Parameters that touch units, one dtype, on the CPU.
-        groups: Parameter group of each.
-        root: Root of each unit.
-        unit_group: Parameter group of in(r) of each root r.
-        ratio, raw: Where path ratios are left, bounded and not.
-    """
+    """One step on the parameters that touch units; free weights stay fixed."""
 
     @on_cpu
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        weights: Sequence[Tensor],
-        groups: Sequence[int],
-        root: Tensor,
-        unit_group: Tensor,
-        ratio: Tensor,
-        raw: Tensor,
-        *,
-        rule: BatchNormRule,
-        max_ratio: float,
-        max_drift: float,
-    ) -> None:
-        self.layers, self.weights, self.groups, self.rule = list(layers), list(weights), list(groups), rule
-        self.max_ratio, self.max_drift, self.ratio, self.raw = max_ratio, max_drift, ratio, raw
-        self.dtype = weights[0].dtype
-        self.normal = [k for k, layer in enumerate(layers) if layer.edges.normalized]
+    def __init__(self, task: Task) -> None:
+        self.layers, self.weights, self.groups = list(task.layers), list(task.weights), list(task.groups)
+        self.rule, self.max_ratio, self.max_drift = task.rule, task.max_ratio, task.max_drift
+        self.ratio, self.raw, self.dtype, root = task.ratio, task.raw, task.weights[0].dtype, task.root
+        self.normal = [k for k, layer in enumerate(self.layers) if layer.edges.normalized]
         # A linear weight is its own view but for a leading dimension: it is spared the detour.
         self.bare = [w.dim() == 2 and not e.swap and len(e.head) == 1 and not e.normalized for w, e in self._pairs()]
-        self.views = [self._view(k, w.detach()) for k, w in enumerate(weights)]
+        self.views = [self._view(k, w.detach()) for k, w in enumerate(self.weights)]
         units = torch.arange(len(root))
         self.root_units = ((root == units) & (units > 0)).nonzero()[:, 0]
-        self.root_group = unit_group[self.root_units]
+        self.root_group = task.unit_group[self.root_units]
         rank = torch.full_like(root, len(self.root_units))
         rank[self.root_units] = torch.arange(len(self.root_units))
         self.rank = rank[root]

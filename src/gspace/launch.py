@@ -17,8 +17,7 @@ import triton
 from torch import Tensor
 
 from gspace import kernels, network
-from gspace.network import Given, Network, addresses, hyper_parameters
-from gspace.step import BatchNormRule, Layer
+from gspace.network import Given, Network, Task, addresses, hyper_parameters
 from gspace.tables import Tile
 
 FOLD, DEPTH, ROOTS, UNITS = 32, 64, 16, 256  # items of one program of the small passes, and sums it reads at a time
@@ -28,15 +27,16 @@ DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)  # how com
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
-def refusal(layers: Sequence[Layer], weights: Sequence[Tensor], rule: BatchNormRule, tile: Tile = Tile()) -> str | None:
+def refusal(task: Task, tile: Tile = Tile()) -> str | None:
     """Why the kernels cannot run on these parameters, None if they can."""
-    if not layers:
+    if not task.layers:
         return "no parameter touches a unit"
-    if weights[0].dtype not in DTYPES:
-        return f"no kernel for {weights[0].dtype}"
-    if weights[0].device.type != "cuda" and isinstance(kernels.flow_pass, triton.JITFunction):
-        return f"no kernel for {weights[0].device.type}"
-    return network.refusal(layers, weights, rule, tile)
+    dtype, kind = task.weights[0].dtype, task.weights[0].device.type
+    if dtype not in DTYPES:
+        return f"no kernel for {dtype}"
+    if kind != "cuda" and isinstance(kernels.flow_pass, triton.JITFunction):
+        return f"no kernel for {kind}"
+    return network.refusal(task, tile)
 
 
 def _dependent_launches(device: torch.device) -> bool:

@@ -13,16 +13,13 @@ import shutil
 import subprocess
 import tempfile
 from array import array
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from gspace.network import Given, Network, addresses, hyper_parameters
+from gspace.network import Given, Network, Task, addresses, hyper_parameters
 from gspace.network import refusal as table_refusal
-from gspace.step import BatchNormRule, Layer
 from gspace.tables import Tile
 
 REAL = {torch.float32: "float", torch.float64: "double"}
@@ -104,19 +101,20 @@ def library(real: str) -> ctypes.CDLL:
     return found
 
 
-def refusal(layers: Sequence[Layer], weights: Sequence[Tensor], rule: BatchNormRule) -> str | None:
+def refusal(task: Task) -> str | None:
     """Why the compiled step cannot run on these parameters, None if it can."""
-    if not layers:
+    if not task.layers:
         return "no parameter touches a unit"
-    if any(w.device.type != "cpu" for w in weights):
+    if any(w.device.type != "cpu" for w in task.weights):
         return "parameters are not on a CPU"
-    if weights[0].dtype not in REAL:
-        return f"no compiled step for {weights[0].dtype}"
+    dtype = task.weights[0].dtype
+    if dtype not in REAL:
+        return f"no compiled step for {dtype}"
     try:
-        library(REAL[weights[0].dtype])
+        library(REAL[dtype])
     except NativeError as error:
         return str(error)
-    return table_refusal(layers, weights, rule, TILE)
+    return table_refusal(task, TILE)
 
 
 class NativeStep:

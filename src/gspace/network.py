@@ -15,6 +15,34 @@ from gspace.tables import RECORD, Builder, Tables, Tile, as_matrix
 Groups = Sequence[Mapping[str, Any]]
 
 
+class Task(NamedTuple):
+    """What an implementation of the step is bound to.
+
+    Attributes:
+        layers, weights: Parameters that touch units.
+        groups: Parameter group of each.
+        root: Root of each unit.
+        unit_group: Parameter group of in(r) of each root r.
+        ratio, raw: Where path ratios are left, bounded and not; ones.
+        rule: What is done before a BatchNorm.
+        spread: Whether free weights take part of a path's change.
+        max_ratio, max_drift, max_path_grad_norm: Bounds.
+    """
+
+    layers: Sequence[Layer]
+    weights: Sequence[Tensor]
+    groups: Sequence[int]
+    root: Tensor
+    unit_group: Tensor
+    ratio: Tensor
+    raw: Tensor
+    rule: BatchNormRule
+    spread: bool
+    max_ratio: float
+    max_drift: float
+    max_path_grad_norm: float | None
+
+
 class Given(NamedTuple):
     """What one step is given, besides the parameters.
 
@@ -47,15 +75,15 @@ def is_dense(parameter: Tensor) -> bool:
     return True
 
 
-def refusal(layers: Sequence[Layer], weights: Sequence[Tensor], rule: BatchNormRule, tile: Tile = Tile()) -> str | None:
+def refusal(task: Task, tile: Tile = Tile()) -> str | None:
     """Why these parameters do not fit into tables, None if they do."""
-    if len({(w.device, w.dtype) for w in weights}) > 1:
+    if len({(w.device, w.dtype) for w in task.weights}) > 1:
         return "parameters differ in dtype or device"
-    for layer, weight in zip(layers, weights, strict=True):
+    for layer, weight in zip(task.layers, task.weights, strict=True):
         matrix, name = as_matrix(layer.edges.view(weight)), layer.edges.name
         if matrix is None:
             return f"{name} is not dense in memory"
-        if layer.edges.normalized and rule == "released":
+        if layer.edges.normalized and task.rule == "released":
             if matrix.swap and matrix.row_div > 1:
                 return f"{name} feeds a BatchNorm, is stored (in, out) and has its taps on rows"
             if not matrix.swap and matrix.column_div > tile.width:
@@ -67,64 +95,42 @@ class Network:
     """The tables of a network on its device, and the memory that a step works in: O(H), and a little per chunk.
 
     Args:
-        layers, weights: Parameters that touch units.
-        outside: Other parameters of the same dtype and device: plain SGD, in the same passes.
-        groups: Parameter group of each of `weights` and `outside`.
-        root: Root of each unit.
-        unit_group: Parameter group of in(r) of each root r.
-        ratio, raw: Where path ratios are left, bounded and not; ones.
-        max_ratio, max_drift: Kept as 0 where there is no bound.
+        task: What the step is bound to. Its `max_ratio` and `max_drift` are kept as 0 where there is no bound.
+        outside: Other parameters of the same dtype and device, with their groups: plain SGD, in the same passes.
         fold_items: Items of one program of the fold, where each is the sum of many.
     """
 
     @on_cpu
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        weights: Sequence[Tensor],
-        outside: Sequence[Tensor],
-        groups: Sequence[int],
-        root: Tensor,
-        unit_group: Tensor,
-        ratio: Tensor,
-        raw: Tensor,
-        *,
-        rule: BatchNormRule,
-        spread: bool,
-        max_ratio: float,
-        max_drift: float,
-        max_path_grad_norm: float | None,
-        tile: Tile,
-        fold_items: int,
-    ) -> None:
-        self.parameters = [*weights, *outside]
-        self.spread, self.tile, self.fold_items = spread, tile, fold_items
+    def __init__(self, task: Task, outside: Sequence[tuple[Tensor, int]], tile: Tile, fold_items: int) -> None:
+        self.parameters = [*task.weights, *(p for p, _ in outside)]
+        self.groups = [*task.groups, *(group for _, group in outside)]
+        self.spread, self.tile, self.fold_items = task.spread, tile, fold_items
         self.max_ratio, self.max_drift = (
-            0.0 if bound == math.inf else float(bound) for bound in (max_ratio, max_drift)
+            0.0 if bound == math.inf else float(bound) for bound in (task.max_ratio, task.max_drift)
         )
-        self.max_norm = max_path_grad_norm
-        device = weights[0].device
-        self.dtype = torch.float64 if weights[0].dtype == torch.float64 else torch.float32
-        builder = Builder(rule, tile, len(root), fold_items)
-        for layer, w, group in zip(layers, weights, groups, strict=False):
+        self.max_norm = task.max_path_grad_norm
+        device, dtype = task.weights[0].device, task.weights[0].dtype
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        builder = Builder(task.rule, tile, len(task.root), fold_items)
+        for layer, w, group in zip(task.layers, task.weights, task.groups, strict=True):
             builder.add_layer(layer, w, group)
-        for p, group in zip(outside, groups[len(weights) :], strict=True):
+        for p, group in outside:
             builder.add_plain(p, group)
-        found, self.sizes = builder.finish(root.cpu(), unit_group.cpu())
+        found, self.sizes = builder.finish(task.root.cpu(), task.unit_group.cpu())
         self.tables = Tables(*(t.contiguous().to(device) for t in found))
-        self.root = root.to(device, torch.int32)
+        self.root = task.root.to(device, torch.int32)
         self.normalized = self.sizes.norms > 1
-        self.weighted = self.normalized and rule == "paper"
+        self.weighted = self.normalized and task.rule == "paper"
         self.taps = bool((found.params[:, RECORD.index("period")] > 1).any())
 
         def scratch(size: int, fill: float = 0.0) -> Tensor:
             return torch.full((max(size, 1),), fill, dtype=self.dtype, device=device)
 
-        H = len(root)
+        H = len(task.root)
         self.partial, self.sums = scratch(self.sizes.partials), scratch(self.sizes.sums)
         self.norms = scratch(self.sizes.norms, 1.0)
         self.factors, self.root_grad = scratch(6 * H), scratch(H)
-        self.ratio, self.raw = ratio, raw
+        self.ratio, self.raw = task.ratio, task.raw
         self.squares = scratch(len(self.tables.chunks))
 
 

@@ -27,8 +27,8 @@ from gspace.lab.queue import Tally, conclude, run_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import SUMMARY, make_folder
 from gspace.lab.report import assemble, publish
+from gspace.lab.settings import CONTROLS, G_SGD, PATH_SGD, SGD
 from gspace.lab.stopping import stop_requests
-from gspace.lab.tables import CONTROLS, G_SGD, PATH_SGD, SGD
 from gspace.lab.tabulate import MEASURES, Found, outcome, write
 from gspace.lab.train import Session
 from gspace.lab.transform import Feed, epoch_rows, feed
