@@ -153,6 +153,25 @@ def test_kappa_of_a_deep_network_is_right_in_float32(seed: int) -> None:
         torch.testing.assert_close(k.double(), e, rtol=1e-4, atol=0)  # 100 layers of float32 roundings
 
 
+class Mixed(nn.Module):
+    """The head in float64, the rest in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = randomize_(zoo.mlp(5, 7, 6), 0), randomize_(zoo.mlp(6, 6, 4), 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.to(self.body[0].weight.dtype)).relu().double())
+
+
+def test_parameters_may_differ_in_dtype() -> None:
+    mixed = Mixed()
+    double = copy.deepcopy(mixed).double()
+    for model in (mixed, double):
+        train(model, PathSGD(model, 0.01, momentum=0.9), batches(3, 5))
+    torch.testing.assert_close([p.double() for p in state(mixed)], state(double), rtol=1e-5, atol=1e-7)
+
+
 def test_what_has_no_path_norm_is_refused_at_construction() -> None:
     with pytest.raises(PathError, match="relu6"):
         PathSGD(nn.Sequential(nn.Linear(3, 4), nn.ReLU6(), nn.Linear(4, 2)), 0.1)

@@ -6,7 +6,7 @@ derivatives are sums over paths too, autograd through this pass gives gradients 
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,10 +105,13 @@ def _input_shape(traced: Traced) -> torch.Size:
 class _Pass:
     def __init__(self, graph: PathGraph, p: float, powers: Mapping[int, Power]) -> None:
         self.graph, self.p = graph, p
-        self.powers: dict[int, Power] = dict(powers)
-        first = next((t for t in graph.model.parameters() if t.is_floating_point()), torch.zeros((), device="cpu"))
-        self.device = first.device
-        self.dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
+        floats = [t for t in graph.model.parameters() if t.is_floating_point()]
+        self.device = floats[0].device if floats else torch.device("cpu")
+        self.dtype = torch.float64 if any(t.dtype == torch.float64 for t in floats) else torch.float32
+        self.powers = {
+            key: replace(x, values=x.values.to(self.dtype), exponent=x.exponent.to(self.dtype))
+            for key, x in powers.items()
+        }
 
     def run(self) -> Power:
         nodes: dict[fx.Node, Any] = {}
