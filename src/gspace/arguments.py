@@ -78,3 +78,12 @@ def warn_of_zeros(skeleton: Skeleton, owner: str, stacklevel: int) -> None:
                 UserWarning,
                 stacklevel=stacklevel + 1,
             )
+
+
+def warn_of_other_weights(owner: str) -> None:
+    """Others have put another network where `owner` was training."""
+    warnings.warn(
+        f"the weights are not those that {owner} left: it has chosen new coordinates, and momentum and other state "
+        f"starts again. To go on with a saved run, load the state of its {owner} too.",
+        stacklevel=2,
+    )

@@ -3,7 +3,8 @@
 A step advances Ĩ and Õ along with the weights it writes. They depend on nothing but the values of skeleton weights, so
 they can be measured at any time; that is done before the next step whenever somebody else wrote, moved or loaded the
 weights. Coordinates that agree with the weights up to √eps, as far as rounding may take them in many steps, are kept as
-they are: saving, copying or resuming never changes a trajectory.
+they are: saving, copying or resuming never changes a trajectory. If others put a different network there, a skeleton is
+chosen in it, as if the optimizer were made then.
 
 Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 """
@@ -20,12 +21,20 @@ from torch.optim.optimizer import Optimizer
 from gspace import saved
 from gspace import step as algorithm
 from gspace.analysis import Analysis, Residual
-from gspace.arguments import guards, require_model, require_numbers, require_one_of, wanted, warn_of_zeros
+from gspace.arguments import (
+    guards,
+    require_model,
+    require_numbers,
+    require_one_of,
+    wanted,
+    warn_of_other_weights,
+    warn_of_zeros,
+)
 from gspace.graph import analyzed
 from gspace.held import Held
 from gspace.hooks import hooked
-from gspace.reference import CHOICE, Reference, measured, products, reference_of
-from gspace.skeleton import Skeleton, build_skeleton
+from gspace.reference import Reference, are_others, chosen, measured, products
+from gspace.skeleton import Skeleton
 from gspace.step import BatchNormRule, Layer
 from gspace.trace import Inputs
 
@@ -39,6 +48,7 @@ class GSpaceOptimizer(Optimizer):
     """Bookkeeping of an optimizer that moves in G-space; a subclass adds what happens to path values in `_step`."""
 
     _storages: Sequence[int] = ()  # a copy has none yet: its weights lie elsewhere, which is noticed too
+    _begun = True  # a step was taken, or a state loaded
 
     def __init__(
         self,
@@ -68,26 +78,26 @@ class GSpaceOptimizer(Optimizer):
         self._ready = False
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self.analysis = analyzed(model, analysis, wanted(example_input, residual, pin))
-        self.reference: Reference = reference or reference_of(model, self.analysis)
-        self._adopt(self._find_skeleton())
+        self._wanted = reference
+        self._adopt(*self._find_skeleton())
         warn_of_zeros(self.skeleton, type(self).__name__, stacklevel=3)
-        self._ready = True
+        self._ready, self._begun = True, False
 
     # Construction -----------------------------------------------------------------------------------------------------
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _find_skeleton(self) -> Skeleton:
+    def _find_skeleton(self) -> tuple[Reference, Skeleton]:
         mine = {id(p) for p in self._parameters() if p.requires_grad}
         trained = {name for name, p in self.model.named_parameters() if id(p) in mine}
-        return build_skeleton(self.model, self.analysis, choice=CHOICE[self.reference], trained=trained)
+        return chosen(self.model, self.analysis, self._wanted, trained)
 
-    def _adopt(self, skeleton: Skeleton) -> None:
+    def _adopt(self, reference: Reference, skeleton: Skeleton) -> None:
         """Takes a skeleton and measures its reference in the weights of now."""
-        self.skeleton = skeleton
+        self.reference, self.skeleton = reference, skeleton
         weights = dict(self.model.named_parameters())
-        self._reference_in, self._reference_out = measured(skeleton, weights, self.reference)
+        self._reference_in, self._reference_out = measured(skeleton, weights, reference)
         self._place()
         self.incoming, self.outgoing = self._measure()
         self._mark()
@@ -165,6 +175,10 @@ class GSpaceOptimizer(Optimizer):
         moved = [(w.device, w.dtype) for w in self._weights] != self._home
         self._place() if moved else self._know_memory()
         fresh = self._measure()
+        paths = self.incoming * self.outgoing, fresh[0] * fresh[1]
+        if self._wanted != "one" and are_others(*paths, self.max_drift, begun=self._begun):
+            self._start_again()
+            return
         if not all(bool(x.isfinite().all() & (x != 0).all()) for x in fresh):
             raise RuntimeError(
                 f"weights were changed so that a path value of {type(self).__name__} is 0 or not finite. "
@@ -178,6 +192,15 @@ class GSpaceOptimizer(Optimizer):
             self._move_state()
         self._mark()
 
+    def _start_again(self) -> None:
+        """A skeleton for the weights as they are; what was accumulated in other coordinates is forgotten."""
+        if self._begun:
+            warn_of_other_weights(type(self).__name__)
+        before = self._weights
+        self._adopt(*self._find_skeleton())
+        self._restart([*before, *self._weights])
+        warn_of_zeros(self.skeleton, type(self).__name__, stacklevel=3)
+
     def _move_state(self) -> None:
         """State goes where the parameters went."""
         for p, state in self.state.items():
@@ -189,12 +212,12 @@ class GSpaceOptimizer(Optimizer):
         """Units that a new or thawed parameter brings in, or a frozen one takes away. All of it, or nothing."""
         before = self.__dict__.copy()
         try:
-            skeleton = self._find_skeleton()
+            reference, skeleton = self._find_skeleton()
             pairs = zip(skeleton.edges, self.skeleton.edges, strict=True)
             if all(torch.equal(a.head, b.head) and torch.equal(a.tail, b.tail) for a, b in pairs):
                 self._place()
             else:
-                self._adopt(skeleton)
+                self._adopt(reference, skeleton)
                 self._restart([*before["_weights"], *self._weights])
         except Exception:  # what the inner optimizer of a subclass refuses
             self.__dict__.update(before)
@@ -235,10 +258,11 @@ class GSpaceOptimizer(Optimizer):
             "reference_out": self._reference_out,
             "incoming": self.incoming,
             "outgoing": self.outgoing,
+            "trained": list(self._trained),
         }
 
     def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
-        if {*own, "shapes"} != self._own_state().keys():  # at first states had no shapes
+        if {*own, "shapes", "trained"} != self._own_state().keys():  # at first states had neither
             raise ValueError(f"this is the state of another optimizer, not of {type(self).__name__}")
         return saved.skeleton_of(own, self.skeleton, dict(self.model.named_parameters()), self._parameters())
 
@@ -248,7 +272,8 @@ class GSpaceOptimizer(Optimizer):
         self._place()
         like = self._measure()[0]
         self.incoming, self.outgoing = (own[name].to(like, copy=True) for name in ("incoming", "outgoing"))
-        self._seen = None  # the weights may be loaded after this, or before, or never
+        self._trained = list(own.get("trained", self._trained))  # what was frozen or thawed since is noticed
+        self._seen, self._begun = None, True  # the weights may be loaded after this, or before, or never
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with "gspace": skeleton and coordinates. Hooks see all of it.
@@ -289,7 +314,9 @@ class GSpaceOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Inside of `torch.compile` it is a call from the graph: there is nothing to gain in it."""
-        return _uncompiled(self, closure) if torch.compiler.is_compiling() else self._step(closure)
+        result = _uncompiled(self, closure) if torch.compiler.is_compiling() else self._step(closure)
+        self._begun = True
+        return result
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         raise NotImplementedError

@@ -21,7 +21,7 @@ from gspace.pathsum import PathGraph, as_input_of, path_graph
 from gspace.reference import CHOICE, reference_of
 from gspace.skeleton import build_skeleton
 from gspace.step import Number, plan
-from gspace.trace import Inputs
+from gspace.trace import Inputs, unwrap
 
 
 def _own_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -216,7 +216,8 @@ class PathSGD(Optimizer):
 class FrozenSkeletonSGD(torch.optim.SGD):
     """`torch.optim.SGD` that never changes the free skeleton weights: G-SGD's control without its geometry.
 
-    They are put back after every step, so momentum and weight decay do not reach them either.
+    They are put back after every step, so momentum and weight decay do not reach them either. Which ones they are is
+    chosen at the start, and again before the first step if other weights were loaded by then.
 
     Args:
         model: The model, not its parameters.
@@ -225,6 +226,8 @@ class FrozenSkeletonSGD(torch.optim.SGD):
             on it, otherwise pivoted.
         lr, options: As in `torch.optim.SGD`.
     """
+
+    _begun = True  # a step was taken, or a state loaded
 
     def __init__(
         self,
@@ -240,46 +243,76 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     ) -> None:
         require_model(model)
         super().__init__(list(model.parameters()) if params is None else params, lr, **options)
-        found = analyzed(model, analysis, wanted(example_input, residual, pin))
-        choice = CHOICE[reference_of(model, found)]
-        weights = dict(model.named_parameters())
+        self.model, self.analysis = model, analyzed(model, analysis, wanted(example_input, residual, pin))
+        self._choose()
+        self._begun = False
+
+    def _choose(self) -> None:
+        """The free skeleton weights of the network as it is now, `(weight, indices)` by the name of the parameter."""
+        weights = dict(self.model.named_parameters())
         mine = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
         trained = {name for name, p in weights.items() if id(p) in mine}
-        self.skeleton = build_skeleton(model, found, choice=choice, trained=trained)
-        self._free = {
-            layer.edges.name: (weights[layer.edges.name], tuple(i[layer.free > 0] for i in layer.entries))
-            for layer in plan(self.skeleton, weights)
-        }
+        choice = CHOICE[reference_of(self.model, self.analysis)]
+        self.skeleton = build_skeleton(self.model, self.analysis, choice=choice, trained=trained)
+        name_of = {id(p): name for name, p in self._named().items()}
+        self._free: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        for layer in plan(self.skeleton, weights):
+            weight = weights[layer.edges.name]
+            self._free[name_of[id(weight)]] = weight, tuple(i[layer.free > 0] for i in layer.entries)
+        self._seen = [(w._version, w.data_ptr()) for w in weights.values()]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin(self) -> None:
+        """Before the first step: other weights than those it was made with have another skeleton."""
+        if self._seen != [(w._version, w.data_ptr()) for w in self.model.parameters()]:
+            self._choose()
+        self._begun = True
+
+    def _named(self) -> dict[str, Tensor]:
+        """Parameters under the names they have without `DataParallel`, `torch.compile` and the like around them."""
+        return dict(unwrap(self.model).named_parameters())
 
     def __getstate__(self) -> dict[str, Any]:
         return _own_state(self)
 
     def state_dict(self) -> dict[str, Any]:
         frozen = {name: entries for name, (_, entries) in self._free.items()}
-        return saved.save(self, super().state_dict, {"frozen": frozen, "shapes": self._shapes()})
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(weight.shape) for name, (weight, _) in self._free.items()}
+        shapes = {name: tuple(weight.shape) for name, (weight, _) in self._free.items()}
+        return saved.save(self, super().state_dict, {"frozen": frozen, "shapes": shapes})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        found: list[dict[str, Any]] = []
+        found: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        weights = self._named()
 
         def take(state: dict[str, Any]) -> dict[str, Any]:
-            if state.get("frozen", {}).keys() != self._free.keys():
-                raise ValueError("this state belongs to another network: it does not name the same frozen weights")
-            if state.get("shapes", self._shapes()) != self._shapes():  # at first states had none
-                raise ValueError("this state belongs to another network: its layers have other sizes")
-            found.append(state["frozen"])
+            if "frozen" not in state:
+                raise ValueError("this is the state of another optimizer, not of FrozenSkeletonSGD")
+            for name, entries in state["frozen"].items():
+                here = next((n for n in (name, _bare(name)) if n in weights), None)
+                if here is None:
+                    raise ValueError(f"this state belongs to another network: it freezes {name}, which is not here")
+                if state.get("shapes", {}).get(name, weights[here].shape) != weights[here].shape:  # at first none
+                    raise ValueError("this state belongs to another network: its layers have other sizes")
+                found[here] = weights[here], tuple(entries)
             return {key: value for key, value in state.items() if key not in ("frozen", "shapes")}
 
         saved.load(self, super().load_state_dict, state_dict, take)
-        self._free = {name: (self._free[name][0], tuple(entries)) for name, entries in found[0].items()}
+        self._free, self._begun = found, True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not self._begun:
+            self._begin()
         places = [(weight, tuple(i.to(weight.device) for i in entries)) for weight, entries in self._free.values()]
         before = [weight[entries] for weight, entries in places]
         loss = inspect.unwrap(torch.optim.SGD.step)(self, closure)  # hooks run around this step, not within it
         for (weight, entries), value in zip(places, before, strict=True):
             weight[entries] = value
         return loss
+
+
+def _bare(name: str) -> str:
+    """The name of a parameter without those of wrappers, which states once had."""
+    while name.startswith(("module.", "_orig_mod.")):
+        name = name.partition(".")[2]
+    return name

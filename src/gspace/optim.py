@@ -108,8 +108,8 @@ class GSGD(GSpaceOptimizer):
             allocation=allocation,
         )
 
-    def _adopt(self, skeleton: Skeleton) -> None:
-        super()._adopt(skeleton)
+    def _adopt(self, reference: Reference, skeleton: Skeleton) -> None:
+        super()._adopt(reference, skeleton)
         self._told = 0  # steps not taken that the user knows of
         self._root_state: dict[str, Tensor] = {}  # as `state` for a parameter, for the trained skeleton paths
 

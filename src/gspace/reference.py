@@ -3,6 +3,7 @@
 A pair of products is ((log|I|, sign I), (log|O|, sign O)), `(H + 1,)` each.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -16,6 +17,7 @@ from gspace.skeleton import Choice, Skeleton, build_skeleton, path_products, ske
 Reference = Literal["one", "balanced"]
 Products = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 CHOICE: Mapping[Reference, Choice] = {"one": "aligned", "balanced": "pivoted"}
+FAR = 2.0  # a path value that is so many times another one is no small change of it
 
 
 def reference_of(model: nn.Module, analysis: Analysis) -> Reference:
@@ -23,6 +25,22 @@ def reference_of(model: nn.Module, analysis: Analysis) -> Reference:
     skeleton = build_skeleton(model, analysis, choice="aligned")
     _, free = skeleton_values(skeleton, dict(model.named_parameters()))
     return "one" if skeleton.H > 0 and bool((free.abs() == 1).all()) else "balanced"
+
+
+def chosen(
+    model: nn.Module, analysis: Analysis, wanted: Reference | None, trained: set[str]
+) -> tuple[Reference, Skeleton]:
+    """The reference and skeleton of an optimizer of the parameters `trained`.
+
+    If none is wanted: as `reference_of`, but "one" only if path values are near it. Steps are divided by their squares.
+    """
+    reference = wanted or reference_of(model, analysis)
+    skeleton = build_skeleton(model, analysis, choice=CHOICE[reference], trained=trained)
+    if wanted is None and reference == "one":
+        (log_in, _), (log_out, _) = products(skeleton, dict(model.named_parameters()))
+        if bool(((log_in + log_out).abs() > math.log(FAR)).any()):
+            return chosen(model, analysis, "balanced", trained)
+    return reference, skeleton
 
 
 def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> Products:
@@ -41,3 +59,19 @@ def measured(skeleton: Skeleton, weights: Mapping[str, Tensor], reference: Refer
     # In the balanced representative I(u) is I(u)·c(u) and O(u) is O(u)/c(u): Ĩ = 1/c, Õ = c, both positive.
     shift = balanced_log_scales(skeleton.edges, weights, skeleton.H + 1)
     return (log_in + shift, sign_in), (log_out - shift, sign_out)
+
+
+def are_others(before: Tensor, now: Tensor, max_drift: float, *, begun: bool) -> bool:
+    """Whether the values of skeleton paths, which no rescaling changes, are those of another network than before.
+
+    Until steps have begun nothing depends on the skeleton, and any change counts. Later others may adjust weights, but
+    take no path to 0 or farther than a guard and a factor of 2 let it go. False where they are not finite.
+    """
+    ratio = now / before.to(now)
+    if not bool((now * ratio).isfinite().all()):
+        return False
+    if not begun:
+        return bool(((ratio - 1).abs() > torch.finfo(now.dtype).eps ** 0.5).any())
+    size, most = now.abs(), FAR * max_drift
+    adrift = (size > most) & (ratio.abs() > 1) | (size * most < 1) & (ratio.abs() < 1)
+    return bool((now != 0).all() & ((ratio < 1 / FAR) | (ratio > FAR) | adrift).any())
