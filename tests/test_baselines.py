@@ -19,6 +19,7 @@ from gspace.pathrules import PathError
 from gspace.pathsum import path_graph
 from gspace.skeleton import init_skeleton_
 from invariance import analyze, build, draw_inputs, randomize_
+from parts import Net
 from test_norms import small
 from unrolled import SMALL, Small, enumerated
 
@@ -107,6 +108,22 @@ def test_a_weight_on_no_path_stays_and_slopes_move() -> None:
     assert bool((model[2].weight[2] != 0).any())  # κ > 0: the paths through these weights have no other zero
     assert bool((model[1].weight != before[1].weight).any())
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_a_head_that_only_training_runs_is_trained_by_plain_sgd() -> None:
+    model = Net(
+        lambda s, x: s.out(F.relu(s.a(x))) + (s.aux(F.relu(s.a(x))) if s.training else 0),
+        a=nn.Linear(5, 7),
+        out=nn.Linear(7, 4),
+        aux=nn.Linear(7, 4),
+    ).double()
+    ((x, y),) = batches(1, 5)
+    with pytest.warns(UserWarning, match=r"runs through aux.weight, aux.bias: plain SGD"):
+        optimizer = PathSGD(model, 0.1)
+    F.cross_entropy(model(x), y).backward()
+    expected = [p - 0.1 * p.grad for p in model.aux.parameters()]
+    optimizer.step()
+    torch.testing.assert_close(state(model.aux), expected, rtol=1e-12, atol=0)
 
 
 CASES_BY_NAME = {case.name: case for case in CASES}

@@ -222,6 +222,34 @@ def test_what_is_not_homogeneous_is_refused_with_its_place_and_reason(name: str)
         path_norm(model)
 
 
+@pytest.mark.parametrize("constant", [1.0, -50.0, 0.3])
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_a_constant_beside_activations_is_a_path_from_ground(constant: float, p: int) -> None:
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        h = F.relu(s.a(x))
+        return s.b(torch.cat([h, torch.full_like(h[:, :1], constant)], 1))
+
+    model = Net(forward, a=nn.Linear(3, 4, bias=False), b=nn.Linear(5, 2, bias=False)).double()
+    x = torch.ones(2, 3).double()
+    inner, outer = (w.detach().abs() ** p for w in (model.a.weight, model.b.weight))
+    expected = (outer[:, :4] @ inner).sum() + outer[:, 4].sum() * abs(constant) ** p
+    torch.testing.assert_close(path_norm(model, p, example_input=x).value ** p, expected, rtol=1e-12, atol=0)
+    scales = torch.tensor([10.0, 0.1, 5.0, 3.0])
+    scaled = gspace.rescale_(copy.deepcopy(model), scales, example_input=x)
+    torch.testing.assert_close(path_norm(scaled, p, example_input=x).value ** p, expected, rtol=1e-12, atol=0)
+
+
+def test_a_sample_of_another_rank_is_asked_for() -> None:
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        return s.b(F.relu(s.a(x.reshape(batch * tokens, width))).reshape(batch, tokens, 7).mean(1))
+
+    model = Net(forward, a=nn.Linear(5, 7), b=nn.Linear(7, 3))
+    with pytest.raises(PathError, match=r"fails on inputs of these sizes .* Pass example_input="):
+        path_norm(model)
+    assert float(path_norm(model, example_input=torch.zeros(2, 4, 5))) > 0
+
+
 def test_the_size_of_a_sample_is_asked_for() -> None:
     with pytest.raises(PathError, match="example_input"):
         path_norm(zoo.lenet())

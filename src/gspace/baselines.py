@@ -4,6 +4,7 @@ The third control, SGD from the skeleton initialisation, is `init_skeleton_(mode
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -71,7 +72,8 @@ class PathSGD(Optimizer):
 
     Where κ = 0 every path through the weight has another zero weight. The function does not depend on it, its gradient
     is 0, and 0/0 counts as 0. (Dividing by κ + ε would do, but no ε scales with κ.) Parameters that are no edge of the
-    network, such as slopes of a PReLU, no rescaling changes: they get plain SGD.
+    network, such as slopes of a PReLU, no rescaling changes: they get plain SGD. So do, with a warning, those that
+    evaluation mode does not run.
 
     Args:
         model: The model, not its parameters.
@@ -128,12 +130,22 @@ class PathSGD(Optimizer):
         edges = {e.name for e in found.edges}
         self._edges = [p for name, p in model.named_parameters() if name in edges]
         self._refuse_strangers()
-        if self._trained():
-            with torch.no_grad():
-                self.graph.sum(2)  # what cannot be summed is refused here, not at the first step
+        if self._trained():  # what cannot be summed is refused here, not at the first step
+            reached = [kappa is not None for kappa in path_kappa(self.graph, self._edges)]
+            self._leave_out([p for p, there in zip(self._edges, reached, strict=True) if not there])
 
     def __getstate__(self) -> dict[str, Any]:
         return _own_state(self)
+
+    def _leave_out(self, unreached: Sequence[Tensor]) -> None:
+        """Parameters that evaluation mode does not run, such as those of an auxiliary head, have no κ."""
+        if unreached:
+            names = [name for name, p in self.graph.model.named_parameters() if any(p is u for u in unreached)]
+            warnings.warn(
+                f"no path of the network in evaluation mode runs through {', '.join(names)}: plain SGD for them",
+                stacklevel=3,
+            )
+            self._edges = [p for p in self._edges if not any(p is u for u in unreached)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -116,7 +116,13 @@ def copied(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
 
 
 def moved(call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Moves, copies, joins or adds up entries: the operation itself, on values with one exponent."""
+    """Moves, copies, joins or adds up entries: the operation itself, on values with one exponent.
+
+    A constant among them is a path from ground of its own, such as a column of ones beside activations.
+    """
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda t: call.raised(t) if t.is_floating_point() else t, (args, kwargs)
+    )
     powers = [x for x in flatten_arguments([args, kwargs]) if isinstance(x, Power)]
     exponent = common(*powers)
     # Contiguous: the rules order memory in their own way, and a `view` of the model must be one of these values too.

@@ -173,7 +173,13 @@ class _Pass:
             return self._module(node, traced.module.get_submodule(str(node.target)), args, kwargs)
         run = node.target if node.op == "call_function" else lambda x, *a, **k: getattr(x, str(node.target))(*a, **k)
         if not any(isinstance(x, Power) for x in flatten_arguments([args, kwargs])) or _picks(node, args):
-            return run(*args, **kwargs)  # type: ignore[operator]
+            try:
+                return run(*args, **kwargs)  # type: ignore[operator]
+            except (TypeError, AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
+                raise PathError(
+                    f"no sum over paths: {_where(node)} fails on inputs of these sizes ({error}). "
+                    "Pass example_input=, a batch the model accepts."
+                ) from error
         if "input" in kwargs:
             args = (kwargs["input"], *args)
         call = Call(self.p, canonical(node.target), _where(node), run, self.raised)  # type: ignore[arg-type]

@@ -8,8 +8,8 @@ rules of `operations.py` read either. A model is traced in training and in evalu
 import builtins
 import inspect
 import operator
-import random
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from gspace.draws import Draws, alone
 from gspace.footprints import Footprints, tensors_in, unwritten
+
+_ONE_AT_A_TIME = threading.RLock()  # while it lasts, tracing changes torch and builtins for all threads
 
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -47,6 +50,12 @@ class Traced:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     prefix: str = ""
     footprints: Footprints | None = None
+
+    def signature(self) -> tuple[str, ...]:
+        """All operations with their arguments and constants, in words."""
+        held = [n.target for n in self.graph.nodes if n.op == "get_attr" and "_tensor_constant" in str(n.target)]
+        constants = [getattr(self.module, name, None) for name in held]
+        return (*(f"{n.op} {n.target} {n.args} {n.kwargs}" for n in self.graph.nodes), *map(str, constants))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -77,16 +86,35 @@ def trace(model: nn.Module, example_input: Inputs | None = None) -> list[Traced]
     traced: list[Traced] = []
     seen: set[tuple[str, ...]] = set()
     for training in (True, False):
-        with unwritten(model), _mode(model, training):
-            one = _trace_once(model, example_input)
-        signature = tuple(f"{n.op} {n.target} {n.args} {n.kwargs}" for n in one.graph.nodes)
+        with _ONE_AT_A_TIME, unwritten(model), _mode(model, training):
+            one = _trace_undrawn(model, example_input)
+        signature = one.signature()
         if signature not in seen:
             seen.add(signature)
             traced.append(one)
     return traced
 
 
-def _trace_once(model: nn.Module, example_input: Inputs | None) -> Traced:
+def _trace_undrawn(model: nn.Module, example_input: Inputs | None) -> Traced:
+    """Refuses a forward pass that draws; where another thread may have done that, one that is not always the same."""
+    draws = Draws()
+    try:
+        found = [_trace_once(model, example_input, draws)]
+        if draws.seen and not alone():
+            found += [_trace_once(model, example_input, draws) for _ in range(8)]
+    except TraceError:
+        draws.undo()
+        raise
+    if len({one.signature() for one in found}) > 1 or (draws.seen and alone()):
+        draws.undo()
+        raise TraceError(
+            "the forward pass draws random numbers outside the graph, so other draws may take other branches; "
+            "draw them from an activation (torch.rand_like) or switch the randomness off"
+        )
+    return found[0]
+
+
+def _trace_once(model: nn.Module, example_input: Inputs | None, draws: Draws) -> Traced:
     args, kwargs = _arguments(example_input)
     if example_input is not None:
         try:
@@ -108,6 +136,7 @@ def _trace_once(model: nn.Module, example_input: Inputs | None) -> Traced:
                 f"cannot follow {_where(error)}: {_first_line(error)}\n"
                 "Symbolic tracing sees no values. Pass example_input= (a batch the model accepts) to use real shapes."
             ) from error
+        draws.forget()  # as if only the graph that is taken had been followed
         return _exported(model, args, kwargs)
     if example_input is None:
         return traced
@@ -196,7 +225,7 @@ def _symbolic(model: nn.Module, example_input: Inputs | None) -> Traced:
     shell = _Shell(model, _required(model) if example_input is None else kwargs or args)
     footprints = Footprints(model)
     try:
-        with _no_draws(), _differentiable(model), footprints, _passing_for_tensors():
+        with _differentiable(model), footprints, _passing_for_tensors():
             graph = _Tracer().trace(shell)
             kept = dict.fromkeys(x.node for x in tensors_in(model, fx.Proxy))
             if example_input is None:
@@ -206,26 +235,6 @@ def _symbolic(model: nn.Module, example_input: Inputs | None) -> Traced:
     output = next(node for node in graph.nodes if node.op == "output")
     output.args = ((output.args[0], *kept),)
     return Traced(graph, shell, prefix="model", footprints=footprints)
-
-
-@contextmanager
-def _no_draws() -> Iterator[None]:
-    """Refuses a forward pass that draws numbers while it is traced: it would be followed along one draw only."""
-    numpy = sys.modules.get("numpy")
-    states = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state(legacy=False)
-    try:
-        yield
-        after = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state(legacy=False)
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if numpy:
-            numpy.random.set_state(states[2])
-    if str(after) != str(states) or not torch.equal(after[0], states[0]):
-        raise TraceError(
-            "the forward pass draws random numbers outside the graph, so other draws may take other branches; "
-            "draw them from an activation (torch.rand_like) or switch the randomness off"
-        )
 
 
 @contextmanager
@@ -284,6 +293,10 @@ def _passing_for_tensors() -> Iterator[None]:
 class _Tracer(fx.Tracer):
     """Stops at torch's own layers, looks through containers, wrappers and user modules."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
         return type(m).__module__.startswith(("torch.nn", "torch.ao")) and not isinstance(m, containers)
@@ -292,6 +305,8 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self.thread:  # every module of the process comes by here
+            return forward(*args, **kwargs)
         inner = unwrap(m)
         return super().call_module(inner, forward if inner is m else inner.__call__, args, kwargs)
 
@@ -337,7 +352,7 @@ class _Kept(nn.Module):
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     try:
-        with _no_draws(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The tensor attribute")  # an output of `_Kept`
             program = torch.export.export(_Kept(model), args, kwargs, strict=False)
     except TraceError:
