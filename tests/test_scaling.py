@@ -531,3 +531,45 @@ def test_what_an_analysis_holds_is_compared_by_identity() -> None:
     one, two = gspace.analyze(model), gspace.analyze(model)
     assert one != two
     assert one.edges[0] != two.edges[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_gsgd_keeps_equivalent_is_found_equivalent(dtype: torch.dtype) -> None:
+    """Weights that pass near 0 differ in every digit then, and in sign."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = mlp(10, 32, 32, 5).to(dtype)
+        other = gspace.rescale_(copy.deepcopy(model), gspace.random_scales(model))
+        data = torch.randn(30, 16, 10, dtype=dtype)
+        for m in (model, other):
+            optimizer = gspace.GSGD(m, 0.05, momentum=0.9, weight_decay=1e-3)
+            for x in data:
+                optimizer.zero_grad()
+                (m(x) - 1).square().mean().backward()
+                optimizer.step()
+        assert gspace.are_equivalent(model, other)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+def test_a_small_change_of_a_small_weight_is_found_whatever_the_scales(scale: float) -> None:
+    model = mlp(5, 7, 6, 3).double()
+    with torch.no_grad():
+        model[2].weight[0, 0] = 1e-6
+    other = gspace.rescale_(copy.deepcopy(model), torch.full((13,), scale))
+    assert gspace.are_equivalent(model, other)
+    with torch.no_grad():
+        other[2].weight[0, 0] *= 1 + 1e-5
+    answer = gspace.are_equivalent(model, other)
+    assert not answer
+    assert answer.reason == "2.weight [0, 0, 0] would be 1e-06 but is 1.00001e-06"
+    with torch.no_grad():
+        other[2].weight[0, 0] *= -1
+    assert gspace.are_equivalent(model, other).reason.startswith("signs differ: 2.weight [0, 0, 0]")
+
+
+def test_the_reason_has_as_many_digits_as_it_needs() -> None:
+    model = mlp(5, 7, 3).double()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model[2].bias[1], other[2].bias[1] = 1.0, 1 + 1e-9
+    assert "would be 1 but is 1.000000001" in gspace.are_equivalent(model, other).reason

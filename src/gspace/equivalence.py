@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges, magnitude
+from gspace.balance import balanced_log_scales
 from gspace.devices import on_cpu
 from gspace.graph import analyzed
 from gspace.scaling import Scales
@@ -40,7 +41,9 @@ def are_equivalent(
     ground, where it is 1; the largest such weight is used. All weights are then compared.
 
     Args:
-        rtol: Largest relative difference of a weight; by default 1e3 roundings of its dtype, 10 if it has 16 bits.
+        rtol: Largest difference of a weight, relative to the largest of its layer, both in the balanced representative
+            of `model_b`: steps that are the same but for rounding leave weights near 0 with no digit in common. By
+            default 1e3 roundings of its dtype, 10 if it has 16 bits.
         absorbed: Also allow scaling of the rows before BatchNorm, which is exact only as ε → 0.
     """
     found = analyzed(model_a, analysis, options)
@@ -54,35 +57,32 @@ def are_equivalent(
             return Equivalence(
                 False, f"{name} has shape {tuple(a[name].shape)} in one and {tuple(b[name].shape)} in the other"
             )
-    for e in found.edges:
-        wa, wb = (e.view(x[e.name].detach()).cpu() for x in (a, b))
-        if not wa.is_complex() and bool((wa.sign() != wb.sign()).any()):  # a complex weight has no scale: pinned
-            at = (wa.sign() != wb.sign()).nonzero()[0].tolist()
-            return Equivalence(
-                False, f"signs differ: {e.name} (group, out, in, tap) {at} is {_at(wa, at)} and {_at(wb, at)}"
-            )
-    log = _solve(found.edges, a, b, 1 + found.H + found.H_absorbed)
+    n = 1 + found.H + found.H_absorbed
+    log = _solve(found.edges, a, b, n)
     if not absorbed:
         log[1 + found.H :] = 0
-    c = log.exp()
-    factors = {e.name: (e, c[e.head][:, :, None] / c[e.tail][:, None, :]) for e in found.edges}
+    c, balance = log.exp(), _balance(found.edges, b, n)
+    factors = {e.name: (e, _factor(e, c), _factor(e, balance)) for e in found.edges}
     powers = {s.name: c[s.unit] ** s.power for s in found.statistics}
     for name in a:
         x, y = _comparable(a[name]), _comparable(b[name])
+        size = y.abs()
         if name in factors:
-            e, factor = factors[name]
+            e, factor, share = factors[name]
             x, y = e.view(x), e.view(y)
-            x = x * factor.reshape(*factor.shape, *[1] * (x.dim() - 3))
+            factor, share = (f.reshape(*f.shape, *[1] * (x.dim() - 3)) for f in (factor, share))
+            x = x * factor
+            size = (y * share).abs().amax() / share if y.numel() else y.abs()
         elif name in powers:
             x = x * powers[name]
         tolerance, least = _tolerance(b[name].dtype) if rtol is None else (rtol, 0.0)
         right = x == y  # NaN agrees with nothing, and inf with itself alone
         if tolerance:
-            right |= (x - y).isfinite() & ((x - y).abs() <= tolerance * y.abs() + least)
+            right |= (x - y).isfinite() & ((x - y).abs() <= tolerance * size + least)
         wrong = ~right
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
-            return Equivalence(False, f"{name} {at} would be {_at(x, at)} but is {_at(y, at)}")
+            return Equivalence(False, _difference(name, at, x[tuple(at)], y[tuple(at)]))
     return Equivalence(True, "every weight agrees", Scales(c[1:]))
 
 
@@ -102,8 +102,26 @@ def _tolerance(dtype: torch.dtype) -> tuple[float, float]:
     return limits.eps * (1e3 if limits.eps < 1e-4 else 10), limits.tiny * limits.eps
 
 
-def _at(x: Tensor, index: list[int]) -> str:
-    return f"{x[tuple(index)].item():.6g}"
+def _difference(name: str, at: list[int], x: Tensor, y: Tensor) -> str:
+    """In as few digits as show it."""
+    values = x.item(), y.item()
+    digits = next((d for d in range(6, 17) if f"{values[0]:.{d}g}" != f"{values[1]:.{d}g}"), 17)
+    would_be, found = (f"{value:.{digits}g}" for value in values)
+    signs = "signs differ: " if not x.is_complex() and x.sign() != y.sign() else ""
+    return f"{signs}{name} {at} would be {would_be} but is {found}"
+
+
+def _factor(e: Edges, c: Tensor) -> Tensor:
+    """What the scales c make of the view of a parameter, `(group, out, in)`."""
+    return c[e.head][:, :, None] / c[e.tail][:, None, :]
+
+
+def _balance(edges: Sequence[Edges], weights: dict[str, Tensor], n: int) -> Tensor:
+    """Scales of the balanced representative, `(n,)`; 1 where there is none, because weights are not finite."""
+    sizes = {e.name: magnitude(weights[e.name].detach()).cpu() for e in edges}
+    if not all(bool(w.isfinite().all()) for w in sizes.values()):
+        return torch.ones(n, dtype=torch.float64, device="cpu")
+    return balanced_log_scales(edges, sizes, n).exp()
 
 
 @on_cpu
