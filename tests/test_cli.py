@@ -23,6 +23,8 @@ MLP_H = 4
 MLP_M = 4 * (5 + 1) + 3 * (4 + 1)
 
 MODEL_FILE = """
+import random
+
 import torch
 from torch import nn
 from layers import linear  # a neighbour of this file
@@ -58,6 +60,19 @@ class Noisy(nn.Module):
 
     def forward(self, x):
         return self.body(x)
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.a, self.b = nn.Embedding(9, 4), nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, tokens, weights=None):
+        h = torch.relu(self.a(self.table(tokens))).mean(1)
+        return self.b(h if weights is None else h * 2)
+
+class Drawing(Noisy):
+    def forward(self, x):
+        return self.body(x) * random.random()
 
 def digits():
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 26 * 26, 2))
@@ -132,6 +147,9 @@ def test_json_holds_the_analysis_and_the_verification(capsys: pytest.CaptureFixt
         (["model.py:build(6)", "--pin", "0"], 6),
         (["model.py:TwoInputs", "--input-shape", "2,3", "--input-shape", "2,5"], 8),
         (["model.py:Noisy()"], 8),
+        (["model.py:Tokens"], 4),
+        (["model.py:Tokens", "--input-shape", "2,5"], 10),
+        (["model.py:Tokens", "--input-shape", "2,5:9", "--input-shape", "2"], 10),
         (["model.py:digits", "--input-shape", "2,1,28,28"], 4),
         (["gspace.lab.examples:residual(width=4, blocks=1)"], 4),
         (["gspace.lab.examples:residual(width=4, blocks=1)", "--residual", "tie"], 8),
@@ -222,7 +240,9 @@ BAD = {
     ),
     "wrong guess": (["analyze", "model.py:digits", "--verify"], "shape 2,1,32,32 in eval mode, give a fitting --input"),
     "several inputs, no shape": (["analyze", "model.py:TwoInputs", "--verify"], "takes 2 inputs (x, y)"),
-    "input that cannot be guessed": (["analyze", "torch.nn:Embedding(3, 4)", "--verify"], "cannot guess"),
+    "input that cannot be guessed": (["analyze", "torch.nn:GRU(3, 4)", "--verify"], "cannot guess"),
+    "not below 0": (["analyze", "model.py:Tokens", "--input-shape", "2,5:0"], "2,16:1000 for integers below 1000"),
+    "a model that draws": (["analyze", "model.py:Drawing"], "or switch the randomness off\n"),
     "untraceable": (["analyze", "model.py:Branching"], "--input-shape"),
     "untraceable with a shape": (["analyze", "model.py:Branching", "--input-shape", "2,3"], "model.py:"),
     "unknown pin": (["analyze", MLP, "--pin", "absent"], "absent"),

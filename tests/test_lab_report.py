@@ -194,6 +194,14 @@ def test_a_report_can_be_read_by_programs(runs: Path, tmp_path: Path, capsys: py
     assert rows[0]["all +1"].endswith("(3)")
 
 
+def test_runs_of_no_experiment_can_be_read_by_programs_too() -> None:
+    runs = [record(BASE.but(data="digits", model="mlp", lr=0.07), 0.1), record(BASE.but(data="digits", lr=0.08), None)]
+    content = json.loads(as_json(assemble(runs, list(EXPERIMENTS.values()), "x")))
+    assert content.keys() == {"appendix"}
+    assert "10.00" in str(content["appendix"]["Other runs"][0])
+    assert len(content["appendix"]["Diverged runs"]) == 1
+
+
 # Records to commit
 
 

@@ -35,7 +35,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         type=_shape,
         action="append",
         default=[],
-        help="shape of an input, batch first; once per input. Lets models be traced that need real sizes",
+        help="shape of an input, batch first; once per input. Lets models be traced that need real sizes. "
+        "N,T:V is one of integers below V",
     )
     parser.add_argument(
         "--residual",
@@ -76,7 +77,7 @@ def analyzed(args: argparse.Namespace) -> tuple[nn.Module, gspace.Analysis, tupl
         with contextlib.nullcontext() if args.debug else _errors_speak_alone():
             analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
     except gspace.TraceError as error:
-        if inputs:
+        if inputs or "example_input" not in str(error):
             raise
         raise gspace.TraceError(f"{str(error).rstrip('.')}. On the command line, --input-shape gives one.") from error
     return model, analysis, inputs, generator
@@ -103,12 +104,15 @@ def _sentence(units: int, changes: dict[str, float], exact: bool) -> str:
 
 
 def _shape(text: str) -> Shape:
+    sizes, _, below = text.partition(":")
     try:
-        shape = tuple(int(size) for size in text.split(","))
+        shape = Shape(tuple(int(size) for size in sizes.split(",")), int(below) if ":" in text else 0)
     except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape, write positive sizes as in 2,3,32,32")
+        shape = Shape(())
+    if not shape.sizes or min(shape.sizes) < 1 or shape.below < (":" in text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a shape, write positive sizes as in 2,3,32,32, or 2,16:1000 for integers below 1000"
+        )
     return shape
 
 

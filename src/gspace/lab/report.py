@@ -9,7 +9,7 @@ The same records give the same bytes.
 import argparse
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -81,14 +81,16 @@ def publish(document: Document, out: Path) -> list[Path]:
 
 def as_json(document: Document) -> str:
     """The tables by section, for other programs."""
-    content = {
-        section.name: {
-            table.title: [dict(zip(_names(table.head), row, strict=True)) for row in table.rows]
-            for table in section.tables
-        }
-        for section in document.sections
-    }
+    content = {section.name: _rows(section.tables) for section in document.sections}
+    appendix = _rows(table for table in document.appendix if table.rows)
+    if appendix:
+        content["appendix"] = appendix
     return json.dumps(content, indent=1, ensure_ascii=False)
+
+
+def _rows(tables: Iterable[Table]) -> dict[str, list[dict[str, str]]]:
+    """Rows by the names of their columns, for each table by its title."""
+    return {table.title: [dict(zip(_names(table.head), row, strict=True)) for row in table.rows] for table in tables}
 
 
 def _names(head: Sequence[str]) -> list[str]:

@@ -2,9 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +13,31 @@ from gspace import Analysis, random_scales, rescale_
 from gspace.lab.errors import LabError
 from gspace.lab.spec import one_line
 
-Shape = tuple[int, ...]
+
+class Shape(NamedTuple):
+    """What an input is like.
+
+    Attributes:
+        sizes: Its shape, batch first.
+        below: Integers from 0 to this one, exclusive, as an embedding takes them; 0: normal numbers.
+    """
+
+    sizes: tuple[int, ...]
+    below: int = 0
+
 
 # Rounding of float64 (1e-16) grows with depth and with the spread of the factors; a wrong unit moves the output by
 # more than 1e-3. In between, at 1e-9, lies the line.
 TOLERANCE = 1e-9
 
-BATCH, SIDE = 2, 32  # of guessed inputs: BatchNorm in training mode needs two samples
+BATCH, SIDE, TOKENS = 2, 32, 16  # of guessed inputs: BatchNorm in training mode needs two samples
 
 FIRST_LAYERS: dict[type[nn.Module], Callable[[Any], Shape]] = {
-    nn.Linear: lambda layer: (BATCH, layer.in_features),
-    nn.Conv1d: lambda layer: (BATCH, layer.in_channels, SIDE),
-    nn.Conv2d: lambda layer: (BATCH, layer.in_channels, SIDE, SIDE),
-    nn.Conv3d: lambda layer: (BATCH, layer.in_channels, SIDE, SIDE, SIDE),
+    nn.Linear: lambda layer: Shape((BATCH, layer.in_features)),
+    nn.Conv1d: lambda layer: Shape((BATCH, layer.in_channels, SIDE)),
+    nn.Conv2d: lambda layer: Shape((BATCH, layer.in_channels, SIDE, SIDE)),
+    nn.Conv3d: lambda layer: Shape((BATCH, layer.in_channels, SIDE, SIDE, SIDE)),
+    nn.Embedding: lambda layer: Shape((BATCH, TOKENS), layer.num_embeddings),
 }
 
 
@@ -62,7 +74,7 @@ def guess_shape(model: nn.Module) -> Shape:
     ]
     if len(required) > 1:
         raise InputError(f"the model takes {len(required)} inputs ({', '.join(required)}): give each an --input-shape")
-    first = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
+    first = _first_layer(model)
     for kind, shape in FIRST_LAYERS.items():
         if isinstance(first, kind):
             return shape(first)
@@ -70,10 +82,25 @@ def guess_shape(model: nn.Module) -> Shape:
     raise InputError(f"cannot guess the shape of an input ({what}): give --input-shape, for example 2,3,32,32")
 
 
-def random_inputs(model: nn.Module, shapes: list[Shape], generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Normal inputs of the given shapes, in the dtype and on the device of the model."""
+def _first_layer(model: nn.Module) -> nn.Module | None:
+    return next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
+
+
+def random_inputs(model: nn.Module, shapes: Sequence[Shape], generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Inputs of the given shapes on the device of the model, integers where asked for, else in its dtype.
+
+    The one input of a model that begins with an embedding is integers, whether asked for or not.
+    """
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    return tuple(torch.randn(shape, generator=generator).to(like) for shape in shapes)
+    first = _first_layer(model)
+    if len(shapes) == 1 and isinstance(first, nn.Embedding):
+        shapes = [shapes[0]._replace(below=shapes[0].below or first.num_embeddings)]
+    return tuple(
+        torch.randint(below, sizes, generator=generator).to(like.device)
+        if below
+        else torch.randn(sizes, generator=generator).to(like)
+        for sizes, below in shapes
+    )
 
 
 def _outputs(model: nn.Module, inputs: tuple[Tensor, ...], mode: str) -> list[Tensor]:
