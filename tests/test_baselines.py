@@ -1,6 +1,7 @@
 """Path-SGD: κ against enumeration, its invariance, and what a torch optimizer must do; SGD with the skeleton frozen."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -124,6 +125,15 @@ def test_a_head_that_only_training_runs_is_trained_by_plain_sgd() -> None:
     expected = [p - 0.1 * p.grad for p in model.aux.parameters()]
     optimizer.step()
     torch.testing.assert_close(state(model.aux), expected, rtol=1e-12, atol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PathSGD(model, 0.1, params=[*model.a.parameters(), *model.out.parameters()])
+    model.requires_grad_(False)
+    optimizer = PathSGD(model, 0.1)
+    model.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"plain SGD"):
+        train(model, optimizer, batches(1, 5))
+    assert not torch.equal(model.aux.weight, expected[0])
 
 
 CASES_BY_NAME = {case.name: case for case in CASES}

@@ -239,6 +239,34 @@ def test_a_constant_beside_activations_is_a_path_from_ground(constant: float, p:
     torch.testing.assert_close(path_norm(scaled, p, example_input=x).value ** p, expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("constant", [torch.tensor([[3, 5]]), torch.tensor([[True, False]])], ids=["int", "bool"])
+def test_integers_beside_activations_are_paths_too(constant: Tensor) -> None:
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        return s.b(torch.cat([F.relu(s.a(x)), s.c.expand(x.shape[0], -1)], 1))
+
+    model = Net(forward, a=nn.Linear(4, 6, bias=False), b=nn.Linear(8, 3, bias=False)).double()
+    model.register_buffer("c", constant)
+    inner, outer = (w.detach().square() for w in (model.a.weight, model.b.weight))
+    expected = (outer @ torch.cat([inner.sum(1), constant[0].double().square()])).sum()
+    found = path_norm(model, 2, example_input=torch.ones(2, 4).double()).value ** 2
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_zeros_beside_small_activations_do_not_hide_them() -> None:
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        h = s.a(x)
+        return s.b(torch.cat([h, h.new_zeros(len(x), 2)], 1))
+
+    body = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(4, 4, bias=False), nn.ReLU())])
+    model = Net(forward, a=body, b=nn.Linear(6, 2, bias=False))
+    for p in model.parameters():
+        nn.init.uniform_(p, 1e-3, 2e-3)
+    double = copy.deepcopy(model).double()
+    found, expected = (path_norm(m, example_input=torch.ones(2, 4)).log.detach() for m in (model, double))
+    assert float(expected) < -60
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
 def test_a_sample_of_another_rank_is_asked_for() -> None:
     def forward(s: nn.Module, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape

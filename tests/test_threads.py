@@ -59,9 +59,30 @@ def test_what_another_thread_draws_is_not_held_against_the_model(
 )
 def test_a_model_that_draws_is_refused_beside_other_threads_too(draw: Callable[[Tensor], Tensor]) -> None:
     model = Net(lambda s, x: s.o(draw(F.relu(s.a(x)))), a=nn.Linear(5, 7), o=nn.Linear(7, 3)).double()
-    random.seed(0)
     with beside(lambda: None), pytest.raises(gspace.TraceError, match="draws random numbers"):
         gspace.analyze(model)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rare_draw_is_refused_beside_a_thread_that_waits(seed: int) -> None:
+    """Progress bars and notebooks have such threads. Nine draws out of ten take the same branch."""
+
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        h = F.relu(s.a(x))
+        return s.o(h if random.random() < 0.9 else h * 2)
+
+    model, done = Net(forward, a=nn.Linear(5, 7), o=nn.Linear(7, 3)), threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    random.seed(seed)
+    state = random.getstate()
+    try:
+        with pytest.raises(gspace.TraceError, match="draws random numbers"):
+            gspace.analyze(model)
+    finally:
+        done.set()
+        thread.join()
+    assert random.getstate() == state
 
 
 def test_a_refused_model_leaves_the_generators_as_they_were() -> None:
@@ -79,6 +100,14 @@ def test_models_of_other_threads_run_while_one_is_traced() -> None:
     with beside(lambda: torch.testing.assert_close(other(x), expected)) as failed:
         for _ in range(20):
             gspace.analyze(mlp(5, 7, 3))
+    assert not failed
+
+
+def test_another_thread_may_run_the_model_that_is_traced() -> None:
+    model, x = mlp(8, *[8] * 20, 3).double(), torch.ones(2, 8).double()
+    expected = model(x)
+    with beside(lambda: torch.testing.assert_close(model(x), expected)) as failed:
+        assert {gspace.analyze(model).H for _ in range(10)} == {160}
     assert not failed
 
 

@@ -81,9 +81,9 @@ def warn_of_zeros(skeleton: Skeleton, owner: str, stacklevel: int) -> None:
 
 
 def warn_of_other_weights(owner: str) -> None:
-    """Others have put another network where `owner` was training."""
+    """Others have put another network where `owner` was training, or changed it little by little into one."""
     warnings.warn(
-        f"the weights are not those that {owner} left: it has chosen new coordinates, and momentum and other state "
-        f"starts again. To go on with a saved run, load the state of its {owner} too.",
+        f"the weights are not those that {owner} left: others replaced them, or moved them far by now. It has chosen "
+        "new coordinates, and momentum and other state starts again. To go on with a saved run, load its state too.",
         stacklevel=2,
     )

@@ -100,7 +100,12 @@ class GSpaceOptimizer(Optimizer):
         self._reference_in, self._reference_out = measured(skeleton, weights, reference)
         self._place()
         self.incoming, self.outgoing = self._measure()
+        self._start = self._written()
         self._mark()
+
+    def _written(self) -> list[tuple[int, int]]:
+        """What tells that any parameter of the model was changed."""
+        return [(p._version, p.data_ptr()) for p in self.model.parameters()]
 
     def _place(self) -> None:
         """Everything that depends on where the parameters live and which group they are in."""
@@ -162,6 +167,8 @@ class GSpaceOptimizer(Optimizer):
             )
         if self._regrouped() or list(map(_TRAINED, self._listed)) != self._trained:
             self._refit()
+        if not self._begun and self._written() != self._start:
+            self._reconsider()
         if self._seen != self._now() or any(map(_EXPIRED, self._storages)):
             self._follow()
 
@@ -176,8 +183,9 @@ class GSpaceOptimizer(Optimizer):
         self._place() if moved else self._know_memory()
         fresh = self._measure()
         paths = self.incoming * self.outgoing, fresh[0] * fresh[1]
-        if self._wanted != "one" and are_others(*paths, self.max_drift, begun=self._begun):
-            self._start_again()
+        if self._wanted != "one" and are_others(*paths, self.max_drift):
+            warn_of_other_weights(type(self).__name__)
+            self._start_again(*self._find_skeleton())
             return
         if not all(bool(x.isfinite().all() & (x != 0).all()) for x in fresh):
             raise RuntimeError(
@@ -192,14 +200,30 @@ class GSpaceOptimizer(Optimizer):
             self._move_state()
         self._mark()
 
-    def _start_again(self) -> None:
-        """A skeleton for the weights as they are; what was accumulated in other coordinates is forgotten."""
-        if self._begun:
-            warn_of_other_weights(type(self).__name__)
-        before = self._weights
-        self._adopt(*self._find_skeleton())
-        self._restart([*before, *self._weights])
-        warn_of_zeros(self.skeleton, type(self).__name__, stacklevel=3)
+    def _reconsider(self) -> None:
+        """Before the first step nothing depends on the skeleton: that of the weights as they are now is taken.
+
+        Unless they were rescaled, and measured by ones so far: they still are.
+        """
+        if not all(bool(p.isfinite().all()) for p in self._parameters()):
+            return
+        reference, skeleton = self._find_skeleton()
+        if (self.reference, reference, skeleton.H) == ("one", "balanced", self.skeleton.H):
+            before, (into, out) = self.incoming * self.outgoing, self._measure()
+            if torch.allclose(into * out, before.to(into), rtol=torch.finfo(into.dtype).eps ** 0.5, atol=0):
+                return
+        self._start_again(reference, skeleton)
+
+    def _start_again(self, reference: Reference, skeleton: Skeleton) -> None:
+        """Another skeleton, and no state. All of it, or nothing."""
+        before = self.__dict__.copy()
+        try:
+            self._adopt(reference, skeleton)
+        except Exception:
+            self.__dict__.update(before)
+            raise
+        self._restart(self._parameters())
+        warn_of_zeros(skeleton, type(self).__name__, stacklevel=3)
 
     def _move_state(self) -> None:
         """State goes where the parameters went."""

@@ -19,8 +19,7 @@ from gspace.graph import analyzed
 from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
 from gspace.pathsum import PathGraph, as_input_of, path_graph
-from gspace.reference import CHOICE, reference_of
-from gspace.skeleton import build_skeleton
+from gspace.reference import chosen
 from gspace.step import Number, plan
 from gspace.trace import Inputs, unwrap
 
@@ -130,9 +129,8 @@ class PathSGD(Optimizer):
         edges = {e.name for e in found.edges}
         self._edges = [p for name, p in model.named_parameters() if name in edges]
         self._refuse_strangers()
-        if self._trained():  # what cannot be summed is refused here, not at the first step
-            reached = [kappa is not None for kappa in path_kappa(self.graph, self._edges)]
-            self._leave_out([p for p, there in zip(self._edges, reached, strict=True) if not there])
+        trained = self._trained()  # what cannot be summed is refused here, not at the first step
+        self._leave_out([p for p, k in zip(trained, path_kappa(self.graph, trained), strict=True) if k is None])
 
     def __getstate__(self) -> dict[str, Any]:
         return _own_state(self)
@@ -192,8 +190,11 @@ class PathSGD(Optimizer):
         stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
         trained = self._trained()
         if stale or any("kappa" not in self.state[p] for p in trained):
-            for p, kappa in zip(trained, path_kappa(self.graph, trained), strict=True):
-                self.state[p]["kappa"] = torch.zeros_like(p) if kappa is None else _narrowed(kappa, p.dtype)
+            found = list(zip(trained, path_kappa(self.graph, trained), strict=True))
+            self._leave_out([p for p, kappa in found if kappa is None])
+            for p, kappa in found:
+                if kappa is not None:
+                    self.state[p]["kappa"] = _narrowed(kappa, p.dtype)
         for group in self.param_groups:
             group["steps"] += 1
 
@@ -264,8 +265,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         weights = dict(self.model.named_parameters())
         mine = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
         trained = {name for name, p in weights.items() if id(p) in mine}
-        choice = CHOICE[reference_of(self.model, self.analysis)]
-        self.skeleton = build_skeleton(self.model, self.analysis, choice=choice, trained=trained)
+        _, self.skeleton = chosen(self.model, self.analysis, None, trained)
         name_of = {id(p): name for name, p in self._named().items()}
         self._free: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = {}
         for layer in plan(self.skeleton, weights):
@@ -313,11 +313,15 @@ class FrozenSkeletonSGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         if not self._begun:
             self._begin()
         places = [(weight, tuple(i.to(weight.device) for i in entries)) for weight, entries in self._free.values()]
         before = [weight[entries] for weight, entries in places]
-        loss = inspect.unwrap(torch.optim.SGD.step)(self, closure)  # hooks run around this step, not within it
+        inspect.unwrap(torch.optim.SGD.step)(self)  # hooks run around this step, not within it
         for (weight, entries), value in zip(places, before, strict=True):
             weight[entries] = value
         return loss

@@ -1,12 +1,13 @@
 """Random numbers drawn while a forward pass is traced: it would be followed along one draw only.
 
 The generators of torch, Python and numpy are common to all threads. What another thread draws is none of our business:
-with others about, that numbers were drawn proves nothing.
+with others about that draw too, that numbers were drawn proves nothing.
 """
 
 import random
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ class Draws:
     """Notes whether numbers were drawn since, by whomever."""
 
     def __init__(self) -> None:
-        self.before = _states()
+        self.before, self.made = _states(), time.perf_counter()
 
     @property
     def seen(self) -> bool:
@@ -41,6 +42,15 @@ class Draws:
 def alone() -> bool:
     """Whether no other thread could have drawn them."""
     return threading.active_count() == 1
+
+
+def others_draw(draws: Draws) -> bool:
+    """Whether another thread draws while this one waits for as long as it has worked since `draws`."""
+    if alone():
+        return False
+    waiting = Draws()
+    time.sleep(max(waiting.made - draws.made, 0.02))
+    return waiting.seen
 
 
 def _states() -> tuple[Any, ...]:

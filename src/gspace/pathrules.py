@@ -120,9 +120,14 @@ def moved(call: Call, *args: Any, **kwargs: Any) -> Any:
 
     A constant among them is a path from ground of its own, such as a column of ones beside activations.
     """
-    args, kwargs = pytree.tree_map_only(
-        Tensor, lambda t: call.raised(t) if t.is_floating_point() else t, (args, kwargs)
-    )
+    joins = call.name in _JOINS
+
+    def constant(t: Tensor) -> Tensor | Power:
+        if not (t.is_floating_point() or joins):  # indices, masks
+            return t
+        return call.raised(t) if bool(t.any()) else call.raised(t).values  # zeros have no exponent
+
+    args, kwargs = pytree.tree_map_only(Tensor, constant, (args, kwargs))
     powers = [x for x in flatten_arguments([args, kwargs]) if isinstance(x, Power)]
     exponent = common(*powers)
     # Contiguous: the rules order memory in their own way, and a `view` of the model must be one of these values too.
@@ -347,10 +352,10 @@ def pad(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
     return moved(call, x, *args, **kwargs)
 
 
+_JOINS = ("cat", "concat", "concatenate", "stack")
 _MOVES = (
     "pixel_shuffle pixel_unshuffle flatten unflatten view reshape _unsafe_view permute movedim unsqueeze transpose t "
     "swapaxes squeeze expand broadcast_to split split_with_sizes chunk tensor_split unbind select narrow slice getitem "
-    "cat concat concatenate stack "
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d flip roll channel_shuffle repeat index_select"
 )
 
@@ -358,7 +363,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(POINTWISE.split(), same),
     **dict.fromkeys([*COPIES.split(), *CASTS.split()], copied),
     **dict.fromkeys([*LIKE.split(), "size", "sym_size", "dim"], read),
-    **dict.fromkeys(_MOVES.split(), moved),
+    **dict.fromkeys([*_MOVES.split(), *_JOINS], moved),
     **dict.fromkeys("add sub maximum minimum".split(), add),
     **dict.fromkeys("mul multiply".split(), product),
     **dict.fromkeys("div truediv divide".split(), divide),

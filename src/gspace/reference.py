@@ -61,17 +61,16 @@ def measured(skeleton: Skeleton, weights: Mapping[str, Tensor], reference: Refer
     return (log_in + shift, sign_in), (log_out - shift, sign_out)
 
 
-def are_others(before: Tensor, now: Tensor, max_drift: float, *, begun: bool) -> bool:
+def are_others(before: Tensor, now: Tensor, max_drift: float) -> bool:
     """Whether the values of skeleton paths, which no rescaling changes, are those of another network than before.
 
-    Until steps have begun nothing depends on the skeleton, and any change counts. Later others may adjust weights, but
-    take no path to 0 or farther than a guard and a factor of 2 let it go. False where they are not finite.
+    Others may adjust weights, but take no path farther than a guard and a factor of 2 let it go. False where a value
+    is 0 or not finite.
     """
     ratio = now / before.to(now)
-    if not bool((now * ratio).isfinite().all()):
+    if not bool(((now * ratio).isfinite() & (now != 0)).all()):
         return False
-    if not begun:
-        return bool(((ratio - 1).abs() > torch.finfo(now.dtype).eps ** 0.5).any())
+    rounding = torch.finfo(now.dtype).eps ** 0.5
     size, most = now.abs(), FAR * max_drift
-    adrift = (size > most) & (ratio.abs() > 1) | (size * most < 1) & (ratio.abs() < 1)
-    return bool((now != 0).all() & ((ratio < 1 / FAR) | (ratio > FAR) | adrift).any())
+    adrift = (size > most) & (ratio.abs() > 1 + rounding) | (size * most < 1) & (ratio.abs() < 1 - rounding)
+    return bool(((ratio < 1 / FAR) | (ratio > FAR) | adrift).any())

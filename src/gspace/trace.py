@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from gspace.draws import Draws, alone
+from gspace.draws import Draws, alone, others_draw
 from gspace.footprints import Footprints, tensors_in, unwritten
 
 _ONE_AT_A_TIME = threading.RLock()  # while it lasts, tracing changes torch and builtins for all threads
@@ -97,21 +97,26 @@ def trace(model: nn.Module, example_input: Inputs | None = None) -> list[Traced]
 
 def _trace_undrawn(model: nn.Module, example_input: Inputs | None) -> Traced:
     """Refuses a forward pass that draws; where another thread may have done that, one that is not always the same."""
-    draws = Draws()
-    try:
-        found = [_trace_once(model, example_input, draws)]
-        if draws.seen and not alone():
-            found += [_trace_once(model, example_input, draws) for _ in range(8)]
-    except TraceError:
-        draws.undo()
-        raise
-    if len({one.signature() for one in found}) > 1 or (draws.seen and alone()):
-        draws.undo()
-        raise TraceError(
-            "the forward pass draws random numbers outside the graph, so other draws may take other branches; "
-            "draw them from an activation (torch.rand_like) or switch the randomness off"
-        )
-    return found[0]
+    first, found = Draws(), []
+    for _ in range(9):
+        draws = Draws()
+        try:
+            found.append(_trace_once(model, example_input, draws))
+        except TraceError:
+            draws.forget()
+            raise
+        if not draws.seen:  # a model that draws does so each time
+            return found[-1]
+        if alone():
+            break
+    if not others_draw(draws):
+        first.undo()
+    elif len({one.signature() for one in found}) == 1:
+        return found[0]
+    raise TraceError(
+        "the forward pass draws random numbers outside the graph, so other draws may take other branches; "
+        "draw them from an activation (torch.rand_like) or switch the randomness off"
+    )
 
 
 def _trace_once(model: nn.Module, example_input: Inputs | None, draws: Draws) -> Traced:
@@ -303,6 +308,11 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self.thread:  # another thread may run this very model
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self.thread:  # every module of the process comes by here
