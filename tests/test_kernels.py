@@ -406,6 +406,7 @@ def skip_a_step(optimizer: gspace.GSGD) -> None:
     """What a GPU does with a gradient that is not finite; in the interpreter the host would refuse it before."""
     next(optimizer.model.parameters()).grad.view(-1)[0] = float("nan")
     assert optimizer._fast.step(optimizer)
+    optimizer._begun = True  # as `step` leaves it
     assert fast.skipped_steps(optimizer) == 1
 
 

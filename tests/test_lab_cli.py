@@ -176,7 +176,7 @@ def test_a_grid_is_followed_by_its_winner(tmp_path: Path, capsys: pytest.Capture
         tmp_path / "runs",
     ]
     assert main(*arguments, "--json", "--device", "cpu") == 0
-    (section,) = json.loads(capsys.readouterr().out).values()
+    section = json.loads(capsys.readouterr().out)["path-sgd-quick-stand-in"]
     (row,) = section["Best rate of each method: test error, %"]
     assert re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d \(2\); lr [\d.e-]+", row["SGD"])
     grid = {row[""]: row["SGD"] for row in section["Grid of rates, validation images: validation error, %"]}
