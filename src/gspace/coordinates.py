@@ -78,7 +78,7 @@ def coordinates(
 
     Args:
         reference: "one", the paper's v; "balanced", measured in the balanced representative of the model as it is now;
-            None: "one" if the model is on the skeleton.
+            None: "one" if every free skeleton weight is ±1 (GSGD also asks that path values are near it).
         view: See above.
         analysis: The result of `analyze(model)`; otherwise `options` (`example_input`, `residual`, `pin`) are for it.
     """

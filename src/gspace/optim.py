@@ -42,7 +42,8 @@ class GSGD(GSpaceOptimizer):
             on kernels, Triton's on a GPU and compiled C on a CPU, `foreach=False` takes one weight after the other.
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         reference: "one" (the paper's v) or "balanced". None: "one" if every free skeleton weight is ±1, as
-            `init_skeleton_` leaves it, which a rescaling changes: say which to compare rescaled networks.
+            `init_skeleton_` leaves it, and no path value is farther from it than a factor of 2. A rescaling changes
+            that: say which to compare rescaled networks.
         batch_norm: Rule for rows before a BatchNorm, "released" (the authors' code) or "paper".
         residual, pin, example_input, analysis: See `analyze`.
         max_ratio: Bound on the ratio by which a trained skeleton path changes in one step.
