@@ -22,7 +22,7 @@ from gspace.lab.recipe import Recipe
 from gspace.lab.record import Record, read_runs
 from gspace.lab.report import as_json, assemble, publish
 from gspace.lab.tables import EXPERIMENTS, RATE
-from gspace.lab.tabulate import MEASURES, Outcome, difference, outcome, table, write
+from gspace.lab.tabulate import MEASURES, Outcome, difference, mean_std, outcome, table, write
 from gspace.lab.train import train_many
 
 SGD = Method("sgd", "SGD", {"optimizer": "sgd"})
@@ -93,12 +93,28 @@ def test_differences_are_between_runs_of_one_seed() -> None:
 
 def test_the_papers_number_stands_beside_ours_and_controls_last() -> None:
     base, other, control = cell(SGD, paper=Printed(7.76, 0.17)), cell(G_SGD, paper=Printed(7.0, 0.1)), cell(CONTROL)
-    made = table("test error", [control, base, other], found((base, (0.08,)), (other, (0.07,))), ERROR)
+    runs = found((base, (0.08,)), (other, (0.07,)), (control, (0.075,)))
+    made = table("test error", [control, base, other], runs, ERROR)
     names = ["SGD: paper", "ours", "G-SGD: paper", "ours", "SGD from skeleton init (control)", "G-SGD against SGD"]
     assert list(made.head) == ["", *names]
     assert made.rows == (
-        ("plain-34, CIFAR-10", "7.76 ± 0.17 (5)", "8.00 (1)", "7.00 ± 0.10 (5)", "7.00 (1)", "–", "-1.00 (1)"),
+        ("plain-34, CIFAR-10", "7.76 ± 0.17 (5)", "8.00 (1)", "7.00 ± 0.10 (5)", "7.00 (1)", "7.50 (1)", "-1.00 (1)"),
     )
+
+
+def test_a_control_that_was_not_run_is_named_above_its_table() -> None:
+    base, other, control = cell(SGD), cell(G_SGD), cell(CONTROL)
+    made = table("test error", [control, base, other], found((base, (0.08,))), ERROR)
+    assert made.head == ("", "SGD", "G-SGD", "G-SGD against SGD")
+    assert made.note == "Not run: SGD from skeleton init."
+
+
+def test_digits_of_a_loss_end_with_those_of_its_spread() -> None:
+    assert mean_std([0.5, 0.52], LOSS) == "0.510 ± 0.014 (2)"
+    assert mean_std([-2e-5, -4e-5], LOSS, "+") == "-0.000030 ± 0.000014 (2)"
+    assert mean_std([1200.0, 3400.0], LOSS) == "2300 ± 1556 (2)"
+    assert mean_std([0.5, 0.5], LOSS) == "0.5 ± 0 (2)"
+    assert mean_std([0.51234], LOSS) == "0.512 (1)"
 
 
 def test_the_papers_errors_do_not_stand_beside_losses() -> None:
@@ -290,7 +306,16 @@ DOCUMENT = Document(
     "A title",
     "gspace report <runs>",
     ("text with `code`, **bold** and </script>",),
-    (Section("s", "Section", "gspace x", ("text",), (Table("T", ("", "n | m"), (("a | b", "1"),)),), (PANEL,)),),
+    (
+        Section(
+            "s",
+            "Section",
+            "gspace x",
+            ("text",),
+            (Table("T", ("", "n | m"), (("a | b", "1"),), note="Not run: A."),),
+            (PANEL,),
+        ),
+    ),
     (),
 )
 
@@ -311,6 +336,11 @@ def test_text_cannot_break_the_page() -> None:
     assert found
     assert json.loads(found[1])[0]["series"][0]["label"] == "a <b> & 'c'"
     assert "text with <code>code</code>, <strong>bold</strong> and &lt;/script&gt;" in text
+
+
+def test_what_was_not_run_is_said_before_the_table() -> None:
+    assert "### T\n\nNot run: A.\n\n| " in markdown(DOCUMENT, "figures")
+    assert "<h3>T</h3>\n<p>Not run: A.</p>\n" in page(DOCUMENT)
 
 
 def test_markdown_escapes_what_would_split_a_cell() -> None:

@@ -1,6 +1,6 @@
 """A report as data, before it is Markdown, pictures or a page: tables of text, and panels of curves."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -10,12 +10,14 @@ class Table:
 
     Attributes:
         numbers: Index of the first column that holds numbers.
+        note: What is to be said before it.
     """
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numbers: int = 1
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def markdown(document: Document, figures: str) -> str:
     for section in document.sections:
         lines += [f"## {section.title}", "", *_paragraphs(section.text), f"`{section.command}`", ""]
         for table in section.tables:
-            lines += [f"### {table.title}", "", *_table(table), ""]
+            lines += [f"### {table.title}", "", *_paragraphs(filter(None, [table.note])), *_table(table), ""]
         if section.panels:
             path = f"{figures}/{section.name}.svg"
             lines += [f"![{section.title}]({path})", "", f"By `{section.command}`.", ""]
@@ -94,7 +96,7 @@ def markdown(document: Document, figures: str) -> str:
     return "\n".join(lines)
 
 
-def _paragraphs(text: Sequence[str]) -> list[str]:
+def _paragraphs(text: Iterable[str]) -> list[str]:
     return [line for paragraph in text for line in (paragraph, "")]
 
 

@@ -3,7 +3,7 @@
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 
@@ -43,7 +43,7 @@ def _section(section: Section, first: int) -> list[str]:
     lines = [f'<h2 id="{section.name}">{_text(section.title)}</h2>', *_paragraphs(section.text)]
     lines.append(f"<p>{_code(section.command)}</p>")
     for table in section.tables:
-        lines += [f"<h3>{_text(table.title)}</h3>", _table(table)]
+        lines += [f"<h3>{_text(table.title)}</h3>", *_paragraphs(filter(None, [table.note])), _table(table)]
     if section.panels:
         figures = (
             f'<figure data-panel="{first + k}"><figcaption>{_text(panel.title)}: {_text(panel.y_label)}. '
@@ -86,7 +86,7 @@ def _data(name: str, value: object) -> str:
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
-def _paragraphs(text: Sequence[str]) -> list[str]:
+def _paragraphs(text: Iterable[str]) -> list[str]:
     return [f"<p>{_text(paragraph)}</p>" for paragraph in text]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import floor, log10
 from statistics import fmean, stdev
 
 from gspace.lab.document import Table
@@ -25,9 +26,6 @@ class Measure:
     label: str
     scale: float
     form: str
-
-    def write(self, value: float) -> str:
-        return format(value, self.form)
 
     def measured_on(self, recipe: Recipe) -> str:
         """Its label: grids are scored on held-out training images."""
@@ -79,12 +77,20 @@ def write(found: Outcome, measure: Measure) -> str:
     return ", ".join(filter(None, (text, diverged))) or "–"
 
 
-def mean_std(values: Sequence[float], measure: Measure) -> str:
-    """Sample standard deviation, from two values on."""
+def mean_std(values: Sequence[float], measure: Measure, sign: str = "") -> str:
+    """With the sample standard deviation from two values on; significant digits are counted on that then.
+
+    >>> mean_std([0.4934, 0.5066], MEASURES["fit_loss"])
+    '0.5000 ± 0.0093 (2)'
+    """
     if not values:
         return ""
-    spread = f" ± {measure.write(stdev(values))}" if len(values) > 1 else ""
-    return f"{measure.write(fmean(values))}{spread} ({len(values)})"
+    if len(values) == 1:
+        return f"{values[0]:{sign}{measure.form}} (1)"
+    std, form = stdev(values), measure.form
+    if form.endswith("g") and std > 0:
+        form = f".{max(0, 1 - floor(log10(std)))}f"
+    return f"{fmean(values):{sign}{form}} ± {std:{form}} ({len(values)})"
 
 
 def tables(cells: Sequence[Cell], found: Found, measures: Sequence[str]) -> list[Table]:
@@ -101,24 +107,31 @@ def tables(cells: Sequence[Cell], found: Found, measures: Sequence[str]) -> list
 
 
 def table(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> Table:
-    """Lines of a part against its methods, controls last; with a single line, its methods one below the other."""
+    """Lines of a part against its methods, controls last; with a single line, its methods one below the other.
+
+    A control without any run has no column; the note names it.
+    """
     validation = bool(cells[0].recipes[0].validation)
     label = measure.measured_on(cells[0].recipes[0])
     title = label if part in ("test error", label) else f"{part[0].upper()}{part[1:]}: {label}"
-    methods = sorted(dict.fromkeys(cell.method for cell in cells), key=lambda method: method.control)
+    run = {cell.method for cell in cells if any(recipe in found for recipe in cell.recipes)}
+    asked = sorted(dict.fromkeys(cell.method for cell in cells), key=lambda method: method.control)
+    methods = [method for method in asked if method in run or not method.control]
+    absent = ", ".join(method.label for method in asked if method not in methods)
+    note = f"Not run: {absent}." if absent else ""
     lines = list(dict.fromkeys(cell.line for cell in cells))
     at = {(cell.line, cell.method): cell for cell in cells}
     printed = [m for m in methods if measure.key == "test_error" and any(c.paper for c in cells if c.method == m)]
     if len(lines) == 1 and len(methods) > 6:
         below = tuple((_name(m), _written(at.get((lines[0], m)), found, measure)) for m in methods)
-        return Table(title, (lines[0], label), below)
+        return Table(title, (lines[0], label), below, note=note)
     head = [""]
     for method in methods:
         head += [f"{_name(method)}: paper", "ours"] if method in printed else [_name(method)]
     compared = None if validation else _compared(methods)
     head += [f"{compared[1].label} against {compared[0].label}"] if compared else []
     rows = tuple(_row(line, [at.get((line, m)) for m in methods], printed, compared, found, measure) for line in lines)
-    return Table(title, tuple(head), rows)
+    return Table(title, tuple(head), rows, note=note)
 
 
 def _row(
@@ -163,6 +176,4 @@ def difference(base: Cell | None, other: Cell | None, found: Found, measure: Mea
     both = sorted(ours.keys() & theirs.keys())
     if not both:
         return "–"
-    values = [ours[seed] - theirs[seed] for seed in both]
-    spread = f" ± {stdev(values):{measure.form}}" if len(values) > 1 else ""
-    return f"{fmean(values):+{measure.form}}{spread} ({len(values)})"
+    return mean_std([ours[seed] - theirs[seed] for seed in both], measure, "+")
