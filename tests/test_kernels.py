@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import gspace
 import zoo
 from cases import CASES, Case
-from gspace import fast, native
-from gspace.tables import Tile, as_matrix
+from gspace import fast
+from gspace.fast import native
+from gspace.fast.tables import Tile, as_matrix
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Tile(rows=4, width=16, loops=2, warps=4)
@@ -28,7 +29,7 @@ SMALL = Tile(rows=4, width=16, loops=2, warps=4)
 def triton_way(optimizer: gspace.GSGD, tile: Tile = SMALL) -> None:
     """Binds the kernels, on a CPU in the interpreter."""
     pytest.importorskip("triton")
-    from gspace import launch
+    from gspace.fast import launch
 
     reason = launch.refusal(fast.task(optimizer), tile)
     assert reason is None, reason
@@ -501,7 +502,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 def test_recorded_launches_notice_what_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the third step on a GPU gets the calls of the second again; without one the interpreter is made to."""
     pytest.importorskip("triton")
-    from gspace import kernels, launch
+    from gspace.fast import kernels, launch
 
     def remembered(self: Any, kernel: str, programs: int, tensors: tuple[Any, ...], **options: Any) -> None:
         def call() -> None:
@@ -538,7 +539,7 @@ def test_recorded_launches_notice_what_changes(name: str, monkeypatch: pytest.Mo
 
 def test_rates_that_only_the_device_knows_are_told_from_zero() -> None:
     pytest.importorskip("triton")
-    from gspace import launch, network
+    from gspace.fast import launch, network
 
     cpu, elsewhere = torch.device("cpu"), torch.tensor(0.1, device="meta")
     assert launch._rate(0.0, cpu) == launch._rate(torch.tensor(0.1), cpu) == 0
@@ -663,7 +664,7 @@ def test_launches_do_not_depend_on_depth(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: int
 ) -> None:
     pytest.importorskip("triton")
-    from gspace import launch
+    from gspace.fast import launch
 
     launches: list[str] = []
     for name in ("flow_pass", "fold_pass", "roots_pass", "units_pass", "update_pass"):

@@ -16,13 +16,13 @@ import gspace
 import zoo
 from cases import CASES, Case
 from gspace.coordinates import coordinates, displaced, path_values, unflatten
+from gspace.graph.operations import FUNCTIONS
+from gspace.graph.trace import Traced
 from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
-from gspace.operations import FUNCTIONS
 from gspace.optim import GSGD
 from gspace.pathrules import RULES, PathError
 from gspace.paths import odot
 from gspace.pathsum import PathGraph, path_graph
-from gspace.trace import Traced
 from invariance import analyze, build, draw_inputs, randomize_
 from parts import Net
 from unrolled import SMALL, Small, enumerated

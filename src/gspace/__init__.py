@@ -7,13 +7,13 @@ from gspace.diagnostics import RatioStatistics, balancedness, compare_invariance
 from gspace.equivalence import Equivalence, are_equivalent
 from gspace.flatness import psi_flatness
 from gspace.graph import analyze
+from gspace.graph.trace import TraceError
 from gspace.inner import InGSpace
 from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.optim import GSGD
 from gspace.pathrules import PathError
 from gspace.scaling import Scales, balance_, random_scales, rescale_
 from gspace.skeleton import Skeleton, build_skeleton, init_skeleton_
-from gspace.trace import TraceError
 
 __version__ = "0.1.0"
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from gspace.analysis import Residual
+from gspace.graph.trace import Inputs
 from gspace.skeleton import ONLY_ZEROS, Skeleton
-from gspace.trace import Inputs
 
 
 def require_model(model: Any) -> None:

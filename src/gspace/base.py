@@ -31,12 +31,12 @@ from gspace.arguments import (
     warn_of_zeros,
 )
 from gspace.graph import analyzed
+from gspace.graph.trace import Inputs
 from gspace.held import Held
 from gspace.hooks import hooked
 from gspace.reference import Reference, are_others, chosen, measured, products
 from gspace.skeleton import Skeleton
 from gspace.step import BatchNormRule, Layer
-from gspace.trace import Inputs
 
 Allocation = Literal["fixed", "spread"]
 

@@ -16,12 +16,12 @@ from gspace import saved
 from gspace.analysis import Analysis, Residual
 from gspace.arguments import require_model, require_numbers, wanted
 from gspace.graph import analyzed
+from gspace.graph.trace import Inputs, unwrap
 from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
 from gspace.pathsum import PathGraph, as_input_of, path_graph
 from gspace.reference import chosen
 from gspace.step import Number, plan
-from gspace.trace import Inputs, unwrap
 
 
 def _own_state(optimizer: Optimizer) -> dict[str, Any]:

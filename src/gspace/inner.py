@@ -11,10 +11,10 @@ from torch.optim.optimizer import Optimizer
 from gspace import step as algorithm
 from gspace.analysis import Analysis, Residual
 from gspace.base import Allocation, GSpaceOptimizer, wide
+from gspace.graph.trace import Inputs
 from gspace.hooks import step_within
 from gspace.reference import Reference
 from gspace.step import BatchNormRule, Layer
-from gspace.trace import Inputs
 
 
 class InGSpace(GSpaceOptimizer):

@@ -13,10 +13,10 @@ from gspace import step as algorithm
 from gspace.analysis import Analysis, Residual
 from gspace.arguments import number
 from gspace.base import Allocation, GSpaceOptimizer
+from gspace.graph.trace import Inputs
 from gspace.reference import Reference
 from gspace.skeleton import Skeleton
 from gspace.step import BatchNormRule, Layer, Number
-from gspace.trace import Inputs
 
 
 class GSGD(GSpaceOptimizer):
@@ -38,7 +38,7 @@ class GSGD(GSpaceOptimizer):
         model: The model, not its parameters.
         lr, momentum, dampening, nesterov, weight_decay, maximize: As in `torch.optim.SGD`. A step can be captured in a
             CUDA graph without further ado; with lr in a tensor on the device, replays follow it.
-        foreach, fused: As in `torch.optim.SGD`: None takes the fastest way there is (`fast.py`), `fused=True` insists
+        foreach, fused: As in `torch.optim.SGD`: None takes the fastest way there is (`fast/`), `fused=True` insists
             on kernels, Triton's on a GPU and compiled C on a CPU, `foreach=False` takes one weight after the other.
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         reference: "one" (the paper's v) or "balanced". None: "one" if every free skeleton weight is ±1, as

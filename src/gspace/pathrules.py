@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gspace.layers import NOT_HOMOGENEOUS, flatten_arguments
-from gspace.operations import CASTS, COPIES, LIKE, POINTWISE
+from gspace.graph.layers import NOT_HOMOGENEOUS, flatten_arguments
+from gspace.graph.operations import CASTS, COPIES, LIKE, POINTWISE
 
 
 class PathError(ValueError):

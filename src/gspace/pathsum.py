@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from gspace.layers import NOT_HOMOGENEOUS, flatten_arguments, pinned
-from gspace.operations import FUNCTIONS, MODULES
+from gspace.graph.layers import NOT_HOMOGENEOUS, flatten_arguments, pinned
+from gspace.graph.operations import FUNCTIONS, MODULES
+from gspace.graph.trace import Inputs, Traced, refuse_lazy, trace, unwrap
+from gspace.graph.walk import canonical, in_place
 from gspace.pathrules import RULES, Call, PathError, Power, common, copied, moved, pad, power, same, windows
-from gspace.trace import Inputs, Traced, refuse_lazy, trace, unwrap
-from gspace.walk import canonical, in_place
 
 # What the sum over paths needs to know of a module beyond what the rescaling needs.
 _ALSO = {"batch_norm": ("eps",), "leaky_relu": ("negative_slope",), "rrelu": ("lower", "upper")}

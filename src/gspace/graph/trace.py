@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from gspace.draws import Draws, alone, others_draw
-from gspace.footprints import Footprints, tensors_in, unwritten
+from gspace.graph.draws import Draws, alone, others_draw
+from gspace.graph.footprints import Footprints, tensors_in, unwritten
 
 _ONE_AT_A_TIME = threading.RLock()  # while it lasts, tracing changes torch and builtins for all threads
 

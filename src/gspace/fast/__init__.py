@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from gspace import foreach, native
 from gspace.base import GSpaceOptimizer, capturing
-from gspace.network import Given, Network, Task, addresses, is_dense
-from gspace.tables import Tile
+from gspace.fast import foreach, native
+from gspace.fast.network import Given, Network, Task, addresses, is_dense
+from gspace.fast.tables import Tile
 
 if TYPE_CHECKING:
     from gspace.optim import GSGD
@@ -113,7 +113,7 @@ def _triton(optimizer: "GSGD") -> "Bound | str":
         return "no parameter on a GPU touches a unit"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    from gspace import launch
+    from gspace.fast import launch
 
     reason = launch.refusal(task(optimizer))
     return reason or _tabulate(optimizer, launch.FusedStep, Tile(), launch.FOLD)

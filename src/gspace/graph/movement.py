@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspace.spaces import Activation, Buffer, Parts, Size, Sizes, Walk, Weight, along, compress, grounded
+from gspace.graph.spaces import Activation, Buffer, Parts, Size, Sizes, Walk, Weight, along, compress, grounded
 
 UNKNOWN_SIZE = "its sizes are not known in a symbolic trace; pass example_input to release these units"
 UNKNOWN_RANK = "its rank is not known in a symbolic trace; pass example_input to release these units"

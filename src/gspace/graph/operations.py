@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gspace import movement
-from gspace.layers import (
+from gspace.graph import movement
+from gspace.graph.layers import (
     Rule,
     add,
     batch_norm,
@@ -39,7 +39,7 @@ from gspace.layers import (
     same,
     threshold,
 )
-from gspace.spaces import Activation, Buffer, DType, Parts, Size, Walk, Weight, grounded
+from gspace.graph.spaces import Activation, Buffer, DType, Parts, Size, Walk, Weight, grounded
 
 # Sizes ----------------------------------------------------------------------------------------------------------------
 

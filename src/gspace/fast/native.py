@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from gspace.network import Given, Network, Task, addresses, hyper_parameters
-from gspace.network import refusal as table_refusal
-from gspace.tables import Tile
+from gspace.fast.network import Given, Network, Task, addresses, hyper_parameters
+from gspace.fast.network import refusal as table_refusal
+from gspace.fast.tables import Tile
 
 REAL = {torch.float32: "float", torch.float64: "double"}
 # Rows of the part of a large weight that one core works on at a time, and columns.
@@ -76,7 +76,7 @@ def library(real: str) -> ctypes.CDLL:
     compiler = next(filter(None, map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))), None)
     if compiler is None:
         raise NativeError("no C compiler was found (CC, cc, gcc, clang)")
-    source = resources.files("gspace").joinpath("kernels.c").read_text()
+    source = resources.files("gspace.fast").joinpath("kernels.c").read_text()
     key = hashlib.sha256("\0".join([source, real, compiler, _processor(), *FLAGS]).encode()).hexdigest()[:16]
     folder = _cache()
     target = folder / f"kernels-{real}-{key}.so"

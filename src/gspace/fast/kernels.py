@@ -24,7 +24,7 @@ from contextlib import suppress
 import triton
 import triton.language as tl
 
-from gspace.tables import FEW, MORE, RECORD
+from gspace.fast.tables import FEW, MORE, RECORD
 
 with suppress(ImportError):  # before Triton 3.4, where no launch is EARLY
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

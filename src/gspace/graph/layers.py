@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspace.movement import UNKNOWN_RANK, UNKNOWN_SIZE
-from gspace.spaces import Activation, Buffer, DType, Norm, Parts, Size, Walk, Weight, along, grounded
+from gspace.graph.movement import UNKNOWN_RANK, UNKNOWN_SIZE
+from gspace.graph.spaces import Activation, Buffer, DType, Norm, Parts, Size, Walk, Weight, along, grounded
 
 Rule = Callable[..., Any]
 NOT_HOMOGENEOUS = "it is not positively homogeneous"

@@ -16,9 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
-from gspace import kernels, network
-from gspace.network import Given, Network, Task, addresses, hyper_parameters
-from gspace.tables import Tile
+from gspace.fast import kernels, network
+from gspace.fast.network import Given, Network, Task, addresses, hyper_parameters
+from gspace.fast.tables import Tile
 
 FOLD, DEPTH, ROOTS, UNITS = 32, 64, 16, 256  # items of one program of the small passes, and sums it reads at a time
 SPARE = 4  # captured steps between two others that find memory made for them

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gspace.devices import on_cpu
+from gspace.fast.tables import RECORD, Builder, Tables, Tile, as_matrix
 from gspace.step import BatchNormRule, Layer
-from gspace.tables import RECORD, Builder, Tables, Tile, as_matrix
 
 Groups = Sequence[Mapping[str, Any]]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges, Pin, Residual, Statistic, UnitGroup
-from gspace.spaces import PinnedAt, Use, Walk
+from gspace.graph.spaces import PinnedAt, Use, Walk
 
 
 def _components(n: int, ties: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gspace.devices import on_cpu
-from gspace.network import Given, Groups, Task
+from gspace.fast.network import Given, Groups, Task
 from gspace.step import row_norms
 
 BLOCK = 1 << 16  # elements of a weight that stay in the cache between two operations

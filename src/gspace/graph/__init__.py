@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Residual
 from gspace.devices import on_cpu
-from gspace.solve import assemble
-from gspace.spaces import PinnedAt, Walk
-from gspace.trace import Inputs, Traced, trace, unwrap
-from gspace.walk import Walker
+from gspace.graph.solve import assemble
+from gspace.graph.spaces import PinnedAt, Walk
+from gspace.graph.trace import Inputs, Traced, trace, unwrap
+from gspace.graph.walk import Walker
 
 
 def analyze(
