@@ -55,6 +55,7 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...], str]] = {
     "residual": (dense.Residual, (2,), "pin"),
     "residual-tie": (dense.Residual, (2,), "tie"),
     "shared": (dense.Shared, (2,), "tie"),
+    "dead-ends": (zoo.DeadEnds, (5,), "pin"),
 }
 
 
@@ -66,6 +67,20 @@ def test_gsgd_does_not_see_the_scales(name: str, reference: str) -> None:
     models, x, y = _pair(build, shape, skeleton=reference == "one", residual=residual)
     a, b = _train(models, lambda m: gspace.GSGD(m, 0.02, reference=reference, residual=residual), x, y, 200)  # type: ignore[arg-type]
     assert _gap(a, b) < 1e-6
+
+
+def test_no_skeleton_leads_through_what_nobody_reads() -> None:
+    model = zoo.DeadEnds()
+    before = copy.deepcopy(model.dropped.state_dict())
+    gspace.init_skeleton_(model)
+    for key, value in model.dropped.state_dict().items():
+        assert torch.equal(value, before[key])
+    for choice in ("aligned", "pivoted"):
+        skeleton = gspace.build_skeleton(model, gspace.analyze(model), choice=choice)
+        assert skeleton.H == 7 + 3
+        assert skeleton.unused == ("9 units lie on no path from input to output",)
+        assert {skeleton.edges[k].name for k in skeleton.out_edge[1:].tolist()} == {"second.weight", "out.weight"}
+        assert set(skeleton.child[1:].tolist()) == {0, 8, 9, 10}  # the three channels that are read, and outputs
 
 
 def test_sgd_does() -> None:

@@ -463,6 +463,20 @@ class BagOfWords(nn.Module):
         return self.mlp(self.embed(x).mean(1))
 
 
+class DeadEnds(nn.Module):
+    """An auxiliary head whose result is dropped, and channels that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(5, 7), nn.Linear(7, 6), nn.Linear(3, 4)
+        self.dropped = mlp(7, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        _, x = self.dropped(x), F.relu(self.second(x))
+        return self.out(x[..., 3:])
+
+
 class Residual(nn.Module):
     """The smallest residual network: a stream of 5, two blocks, no normalization."""
 

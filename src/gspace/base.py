@@ -97,7 +97,7 @@ class GSpaceOptimizer(Optimizer):
         """Takes a skeleton and measures its reference in the weights of now."""
         self.reference, self.skeleton = reference, skeleton
         weights = dict(self.model.named_parameters())
-        self._reference_in, self._reference_out = measured(skeleton, weights, reference)
+        self._reference_in, self._reference_out = measured(skeleton, self.analysis, weights, reference)
         self._place()
         self.incoming, self.outgoing = self._measure()
         self._start = self._written()

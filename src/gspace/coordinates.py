@@ -90,7 +90,7 @@ def coordinates(
     reference = reference or reference_of(model, found)
     skeleton = build_skeleton(model, found, choice=CHOICE[reference])
     weights = dict(model.named_parameters())
-    reference_in, reference_out = measured(skeleton, weights, reference)
+    reference_in, reference_out = measured(skeleton, found, weights, reference)
     layers = tuple(plan(skeleton, weights))
     inside = {layer.edges.name for layer in layers}
     others = tuple(name for name, p in weights.items() if p.requires_grad and name not in inside)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis
 from gspace.balance import balanced_log_scales
-from gspace.skeleton import Choice, Skeleton, build_skeleton, path_products, skeleton_values
+from gspace.devices import on_cpu
+from gspace.skeleton import Choice, Skeleton, build_skeleton, connected, path_products, skeleton_values
 
 Reference = Literal["one", "balanced"]
 Products = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -50,15 +51,28 @@ def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> Products:
 
 
 @torch.no_grad()
-def measured(skeleton: Skeleton, weights: Mapping[str, Tensor], reference: Reference) -> Products:
+def measured(skeleton: Skeleton, analysis: Analysis, weights: Mapping[str, Tensor], reference: Reference) -> Products:
     """I_ref and O_ref in the weights of now."""
     (log_in, sign_in), (log_out, sign_out) = products(skeleton, weights)
     if reference == "one":
         nothing = torch.zeros_like(log_in), torch.ones_like(sign_in)
         return nothing, nothing
     # In the balanced representative I(u) is I(u)·c(u) and O(u) is O(u)/c(u): Ĩ = 1/c, Õ = c, both positive.
-    shift = balanced_log_scales(skeleton.edges, weights, skeleton.H + 1)
+    shift = _balanced_log_scales(skeleton, analysis, weights)
     return (log_in + shift, sign_in), (log_out - shift, sign_out)
+
+
+@on_cpu
+def _balanced_log_scales(skeleton: Skeleton, analysis: Analysis, weights: Mapping[str, Tensor]) -> Tensor:
+    """Of the units of a skeleton, `(H + 1,)`. Of all others, those that lie on a path keep their scale like ground."""
+    edges = analysis.transparent
+    number = torch.zeros(analysis.H_paper + 1, dtype=torch.long)
+    for e, own in zip(edges, skeleton.edges, strict=True):
+        number[e.head], number[e.tail] = own.head, own.tail
+    fixed = connected(edges, len(number)) & (number == 0)
+    found = balanced_log_scales(edges, weights, len(number), fixed)
+    units = number.argsort()[-skeleton.H - 1 :]  # one of those that are ground, then each unit of the skeleton
+    return torch.where(number[units].to(found.device) > 0, found[units.to(found.device)], 0)
 
 
 def are_others(before: Tensor, now: Tensor, max_drift: float) -> bool:

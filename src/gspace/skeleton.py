@@ -3,7 +3,8 @@
 Every hidden unit u has two skeleton weights: out(u), an edge of the *last* weight that reads u, and in(u), an edge of
 the *first* weight that writes u. Last and first make both walks acyclic even where residual streams are tied. The H
 weights out(u) are *free*: they never change during training. The basis path of a non-free edge e is
-in-path(tail e) · e · out-path(head e); there are m − H of them.
+in-path(tail e) · e · out-path(head e); there are m − H of them. Units that lie on no path from ground to ground (nobody
+reads them, or only what nobody reads) have no skeleton, and no skeleton leads through them.
 
 Shapes: unit vectors are `(H + 1,)`, entry 0 is ground. For an MLP of equal widths, "aligned" is the skeleton of the
 paper letter for letter (axes here are (out, in), there (in, out)).
@@ -82,10 +83,11 @@ def build_skeleton(
     if trained is None:
         trained = {name for name, p in weights.items() if p.requires_grad}
     edges, n = analysis.transparent, analysis.H_paper + 1
-    in_edge, out_edge = _first_writer(edges, n), _last_reader(edges, n)
+    live = connected(edges, n)
+    in_edge, out_edge = _first_writer(edges, live), _last_reader(edges, live)
     score = _balanced_size(edges, weights, n) if choice == "pivoted" else None
-    in_index, in_size, parent = _pick(edges, weights, in_edge, "head", score)
-    out_index, out_size, child = _pick(edges, weights, out_edge, "tail", score)
+    in_index, in_size, parent = _pick(edges, weights, live, in_edge, "head", score)
+    out_index, out_size, child = _pick(edges, weights, live, out_edge, "tail", score)
 
     frozen = torch.zeros(n, dtype=torch.bool)
     for e in edges:
@@ -93,7 +95,7 @@ def build_skeleton(
             frozen[e.head.reshape(-1)] = frozen[e.tail.reshape(-1)] = True
     reasons = {
         "touch a parameter that is not trained": frozen,
-        "have no weight on one side": (in_edge < 0) | (out_edge < 0),
+        "lie on no path from input to output": ~live,
         ONLY_ZEROS: (in_size == 0) | (out_size == 0),
     }
     usable = torch.ones(n, dtype=torch.bool)
@@ -121,22 +123,32 @@ def build_skeleton(
     )
 
 
-def _not_empty(edges: Sequence[Edges]) -> list[int]:
-    return [k for k, e in enumerate(edges) if e.head.numel() and e.tail.numel()]
+def connected(edges: Sequence[Edges], n: int) -> Tensor:
+    """Units on a path from ground to ground, whatever its weights, `(n,)` bool; ground is True."""
+    ahead, behind = torch.arange(n) == 0, torch.arange(n) == 0
+    while True:
+        before = int(ahead.sum() + behind.sum())
+        for e in edges:
+            ahead[e.head[ahead[e.tail].any(1)]] = True
+        for e in reversed(edges):
+            behind[e.tail[behind[e.head].any(1)]] = True
+        if int(ahead.sum() + behind.sum()) == before:
+            return ahead & behind
 
 
-def _first_writer(edges: Sequence[Edges], n: int) -> Tensor:
-    result = torch.full((n,), -1)
-    for k in sorted(_not_empty(edges), key=lambda k: -edges[k].first):
-        result[edges[k].head.reshape(-1)] = k
-    return result
+def _first_writer(edges: Sequence[Edges], live: Tensor) -> Tensor:
+    """Which of `edges` is the first to write each live unit, reading live ones; −1 for the others."""
+    result = torch.full(live.shape, -1)
+    for k, e in sorted(enumerate(edges), key=lambda item: -item[1].first):
+        result[e.head[live[e.tail].any(1)]] = k
+    return torch.where(live, result, -1)
 
 
-def _last_reader(edges: Sequence[Edges], n: int) -> Tensor:
-    result = torch.full((n,), -1)
-    for k in sorted(_not_empty(edges), key=lambda k: edges[k].last):
-        result[edges[k].tail.reshape(-1)] = k
-    return result
+def _last_reader(edges: Sequence[Edges], live: Tensor) -> Tensor:
+    result = torch.full(live.shape, -1)
+    for k, e in sorted(enumerate(edges), key=lambda item: item[1].last):
+        result[e.tail[live[e.head].any(1)]] = k
+    return torch.where(live, result, -1)
 
 
 def _balanced_size(edges: Sequence[Edges], weights: Mapping[str, Tensor], n: int) -> list[Tensor]:
@@ -178,11 +190,17 @@ def _middle(ids: Tensor) -> Tensor:
 
 
 def _pick(
-    edges: Sequence[Edges], weights: Mapping[str, Tensor], chosen: Tensor, side: str, score: Sequence[Tensor] | None
+    edges: Sequence[Edges],
+    weights: Mapping[str, Tensor],
+    live: Tensor,
+    chosen: Tensor,
+    side: str,
+    score: Sequence[Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For every unit u one edge of weight `chosen[u]` with u on `side`: flat index, |w|, and the unit at its other end.
 
-    Without a score, the aligned edge: other index = position of u mod n, within the group, centre tap.
+    That one is live too. Without a score, the aligned edge: other index = position of u mod n, within the group, centre
+    tap.
     """
     n = len(chosen)
     index, size, other = (
@@ -192,7 +210,8 @@ def _pick(
     )
     for k, e in enumerate(edges):
         here, there = (e.head, e.tail) if side == "head" else (e.tail, e.head)
-        wanted = (chosen[here] == k) & (here > 0)
+        alive = live[there]
+        wanted = (chosen[here] == k) & (here > 0) & alive.any(1, keepdim=True)
         if not bool(wanted.any()):
             continue
         w = _sizes(e, weights[e.name])
@@ -202,9 +221,12 @@ def _pick(
         if score is None:
             rows = wanted & _middle(here)
             g, a = rows.nonzero(as_tuple=True)
-            b, tap = _position(here)[g, a] % there.shape[1], torch.full_like(a, w.shape[3] // 2)
+            ends = alive.long().argsort(dim=1, descending=True, stable=True)  # the live ones first
+            b = ends[g, _position(here)[g, a] % alive.sum(1)[g]]
+            tap = torch.full_like(a, w.shape[3] // 2)
         else:
             s = score[k] if side == "head" else score[k].transpose(1, 2)
+            s = torch.where(alive[:, None, :, None], s, -1)
             best, at = s.flatten(2).max(2)
             g, a = (wanted & _best_place(here, best)).nonzero(as_tuple=True)
             b, tap = at[g, a] // s.shape[3], at[g, a] % s.shape[3]
@@ -281,9 +303,10 @@ def init_skeleton_(
 def _set_skeleton_(model: nn.Module, found: Analysis, sign: str, generator: torch.Generator | None) -> None:
     weights = dict(model.named_parameters())
     edges, n = found.transparent, found.H_paper + 1
+    live = connected(edges, n)
     marks: dict[str, Tensor] = {}
-    for chosen, side in ((_first_writer(edges, n), "head"), (_last_reader(edges, n), "tail")):
-        index, _, _ = _pick(edges, weights, chosen, side, None)
+    for chosen, side in ((_first_writer(edges, live), "head"), (_last_reader(edges, live), "tail")):
+        index, _, _ = _pick(edges, weights, live, chosen, side, None)
         for k, e in enumerate(edges):
             units = ((chosen == k) & (torch.arange(n) > 0)).nonzero()[:, 0]
             if len(units) and weights[e.name].requires_grad:
