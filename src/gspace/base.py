@@ -40,6 +40,8 @@ from gspace.step import BatchNormRule, Layer
 
 Allocation = Literal["fixed", "spread"]
 
+_LATER = ("shapes", "trained", "optimizer")  # what states did not have at first
+
 _EXPIRED = torch.UntypedStorage._expired
 _VERSION, _DTYPE, _TRAINED = attrgetter("_version"), attrgetter("dtype"), attrgetter("requires_grad")
 
@@ -216,12 +218,8 @@ class GSpaceOptimizer(Optimizer):
 
     def _start_again(self, reference: Reference, skeleton: Skeleton) -> None:
         """Another skeleton, and no state. All of it, or nothing."""
-        before = self.__dict__.copy()
-        try:
+        with saved.all_or_nothing(self):
             self._adopt(reference, skeleton)
-        except Exception:
-            self.__dict__.update(before)
-            raise
         self._restart(self._parameters())
         warn_of_zeros(skeleton, type(self).__name__, stacklevel=3)
 
@@ -234,18 +232,15 @@ class GSpaceOptimizer(Optimizer):
 
     def _refit(self) -> None:
         """Units that a new or thawed parameter brings in, or a frozen one takes away. All of it, or nothing."""
-        before = self.__dict__.copy()
-        try:
+        with saved.all_or_nothing(self):  # the inner optimizer of a subclass may refuse it
             reference, skeleton = self._find_skeleton()
             pairs = zip(skeleton.edges, self.skeleton.edges, strict=True)
             if all(torch.equal(a.head, b.head) and torch.equal(a.tail, b.tail) for a, b in pairs):
                 self._place()
             else:
+                before = self._weights
                 self._adopt(reference, skeleton)
-                self._restart([*before["_weights"], *self._weights])
-        except Exception:  # what the inner optimizer of a subclass refuses
-            self.__dict__.update(before)
-            raise
+                self._restart([*before, *self._weights])
 
     def _restart(self, weights: Sequence[Tensor]) -> None:
         """Forgets what these parameters accumulated in other coordinates."""
@@ -286,9 +281,19 @@ class GSpaceOptimizer(Optimizer):
         }
 
     def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
-        if {*own, "shapes", "trained"} != self._own_state().keys():  # at first states had neither
+        if {*own, *_LATER} != {*self._own_state(), *_LATER}:
             raise ValueError(f"this is the state of another optimizer, not of {type(self).__name__}")
-        return saved.skeleton_of(own, self.skeleton, dict(self.model.named_parameters()), self._parameters())
+        skeleton = saved.skeleton_of(own, self.skeleton, dict(self.model.named_parameters()), self._parameters())
+        coordinates = own["incoming"], own["outgoing"]
+        saved.require(own["reference"] in ("one", "balanced"), f"it has reference {own['reference']!r}")
+        saved.require(all(len(own[key]) == 2 for key in ("reference_in", "reference_out")), "it has half a reference")
+        saved.require_units(skeleton.H + 1, "its reference", *own["reference_in"], *own["reference_out"])
+        saved.require_units(skeleton.H + 1, "its coordinates", *coordinates)
+        sound = all(bool((x.isfinite() & (x != 0)).all()) for x in coordinates)
+        saved.require(sound, "a coordinate is 0 or not finite")
+        trained = own.get("trained", self._trained)
+        saved.require(len(trained) == len(self._trained), "it tells of another number of parameters")
+        return skeleton
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
         self.reference = own["reference"]
@@ -322,14 +327,14 @@ class GSpaceOptimizer(Optimizer):
             found.append((self._saved_skeleton(state["gspace"]), state["gspace"]))
             return {key: value for key, value in state.items() if key != "gspace"}
 
-        saved.load(self, super().load_state_dict, state_dict, take)
-        self.skeleton, own = found[0]
-        self._load_own_state(own)
+        def keep() -> None:
+            self.skeleton, own = found[0]
+            self._load_own_state(own)
+
+        saved.load(self, super().load_state_dict, state_dict, take, keep)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what belongs to this object alone: hooks, and the `step` that a scheduler wraps."""
-        own = ("step", "_zero_grad_profile_name", "_fast", "_memory", "_storages")
-        return {k: v for k, v in self.__dict__.items() if k not in own and not k.startswith("_optimizer_")}
+        return saved.portable(self, "_fast", "_memory", "_storages")
 
     # One step ---------------------------------------------------------------------------------------------------------
 

@@ -24,12 +24,6 @@ from gspace.reference import chosen
 from gspace.step import Number, plan
 
 
-def _own_state(optimizer: Optimizer) -> dict[str, Any]:
-    """What a copy takes along: all but hooks, and the `step` that a scheduler wraps."""
-    alone = ("step", "_zero_grad_profile_name")
-    return {k: v for k, v in vars(optimizer).items() if k not in alone and not k.startswith("_optimizer_")}
-
-
 def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """κ_e = ∂(Σ_paths v²)/∂(w_e²) of every entry of `parameters`, by one forward and one backward pass of one sample.
 
@@ -133,7 +127,7 @@ class PathSGD(Optimizer):
         self._leave_out([p for p, k in zip(trained, path_kappa(self.graph, trained), strict=True) if k is None])
 
     def __getstate__(self) -> dict[str, Any]:
-        return _own_state(self)
+        return saved.portable(self)
 
     def _leave_out(self, unreached: Sequence[Tensor]) -> None:
         """Parameters that evaluation mode does not run, such as those of an auxiliary head, have no κ."""
@@ -164,13 +158,15 @@ class PathSGD(Optimizer):
             found.append(state)
             return state
 
-        saved.load(self, super().load_state_dict, state_dict, take)
-        theirs = (i for group in found[0]["param_groups"] for i in group["params"])
-        mine = (p for group in self.param_groups for p in group["params"])
-        for i, p in zip(theirs, mine, strict=True):
-            kappa = found[0]["state"].get(i, {}).get("kappa")
-            if kappa is not None:
-                self.state[p]["kappa"] = kappa.to(p.device, copy=True)
+        def keep() -> None:
+            theirs = (i for group in found[0]["param_groups"] for i in group["params"])
+            mine = (p for group in self.param_groups for p in group["params"])
+            for i, p in zip(theirs, mine, strict=True):
+                kappa = found[0]["state"].get(i, {}).get("kappa")
+                if kappa is not None:
+                    self.state[p]["kappa"] = kappa.to(p.device, copy=True)
+
+        saved.load(self, super().load_state_dict, state_dict, take, keep)
 
     def _refuse_strangers(self) -> None:
         known = {id(p) for p in self.graph.model.parameters()}
@@ -285,7 +281,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         return dict(unwrap(self.model).named_parameters())
 
     def __getstate__(self) -> dict[str, Any]:
-        return _own_state(self)
+        return saved.portable(self)
 
     def state_dict(self) -> dict[str, Any]:
         frozen = {name: entries for name, (_, entries) in self._free.items()}
@@ -305,11 +301,15 @@ class FrozenSkeletonSGD(torch.optim.SGD):
                     raise ValueError(f"this state belongs to another network: it freezes {name}, which is not here")
                 if state.get("shapes", {}).get(name, weights[here].shape) != weights[here].shape:  # at first none
                     raise ValueError("this state belongs to another network: its layers have other sizes")
-                found[here] = weights[here], tuple(entries)
+                entries = tuple(entries)
+                weights[here].detach().cpu()[tuple(i.cpu() for i in entries)]  # they are there
+                found[here] = weights[here], entries
             return {key: value for key, value in state.items() if key not in ("frozen", "shapes")}
 
-        saved.load(self, super().load_state_dict, state_dict, take)
-        self._free, self._begun = found, True
+        def keep() -> None:
+            self._free, self._begun = found, True
+
+        saved.load(self, super().load_state_dict, state_dict, take, keep)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

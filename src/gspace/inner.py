@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from gspace import saved
 from gspace import step as algorithm
 from gspace.analysis import Analysis, Residual
 from gspace.base import Allocation, GSpaceOptimizer, wide
 from gspace.graph.trace import Inputs
 from gspace.hooks import step_within
 from gspace.reference import Reference
+from gspace.skeleton import Skeleton
 from gspace.step import BatchNormRule, Layer
 
 
@@ -127,7 +129,14 @@ class InGSpace(GSpaceOptimizer):
             group.update({key: value for key, value in inner.items() if key not in ("params", "param_names")})
 
     def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "inner": self.inner.state_dict()}
+        return {**super()._own_state(), "inner": self.inner.state_dict(), "optimizer": self.optimizer_class.__name__}
+
+    def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
+        skeleton, mine = super()._saved_skeleton(own), self.optimizer_class.__name__
+        if own.get("optimizer", mine) != mine:
+            raise ValueError(f"this is the state of an InGSpace with {own['optimizer']}, not with {mine}")
+        saved.require_torchs(own["inner"])
+        return skeleton
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
         super()._load_own_state(own)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from gspace import fast
+from gspace import fast, saved
 from gspace import step as algorithm
 from gspace.analysis import Analysis, Residual
 from gspace.arguments import number
@@ -116,6 +116,11 @@ class GSGD(GSpaceOptimizer):
 
     def _own_state(self) -> dict[str, Any]:
         return {**super()._own_state(), "root_state": dict(self._root_state)}  # momentum that comes later is not in it
+
+    def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
+        skeleton = super()._saved_skeleton(own)
+        saved.require_units(skeleton.H + 1, "momentum of its skeleton paths", *own["root_state"].values())
+        return skeleton
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
         super()._load_own_state(own)
