@@ -1,18 +1,22 @@
 """State: saved, loaded in another process, copied, moved, averaged; nothing changes the steps that follow."""
 
+import functools
+import operator
 import os
 import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import Optimizer
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import contract
@@ -122,6 +126,108 @@ def test_a_foreign_state_is_refused_and_changes_nothing(kind: Kind) -> None:
     train(one, first, batches(3))
     train(two, second, batches(3))
     assert_same(one, two)
+
+
+@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+def test_a_state_of_another_inner_optimizer_is_refused(inner: type[Optimizer]) -> None:
+    one, two = Net(), Net()
+    first, second = (gspace.InGSpace(model, torch.optim.Adam, lr=0.01) for model in (one, two))
+    foreign = gspace.InGSpace(Net(), inner, lr=0.01)
+    with pytest.raises(ValueError, match=f"InGSpace with {inner.__name__}, not with Adam"):
+        first.load_state_dict(foreign.state_dict())
+    train(one, first, batches(3))
+    train(two, second, batches(3))
+    assert_same(one, two)
+
+
+# Damage ---------------------------------------------------------------------------------------------------------------
+
+GONE = object()
+LATER = ("shapes", "trained", "optimizer")  # what states did not have at first
+
+
+def _shorter(x: Any) -> Any:
+    return x[:-1] if (isinstance(x, Tensor) and x.dim() and len(x)) or (isinstance(x, list | tuple) and x) else x
+
+
+def _beyond(x: Any) -> Any:
+    return x + 10**6 if isinstance(x, Tensor) and x.numel() and not x.is_floating_point() else x
+
+
+DAMAGES: dict[str, Callable[[Any], Any]] = {
+    "gone": lambda x: GONE,
+    "none": lambda x: None,
+    "text": lambda x: "x",
+    "shorter": _shorter,
+    "beyond": _beyond,
+}
+
+
+def _places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in nested dicts, lists and tuples, hyper-parameters of groups apart."""
+    if path:
+        yield path
+    if isinstance(state, dict):
+        names = ["params"] if "params" in state else list(state)
+        for key in names:
+            yield from _places(state[key], (*path, key))
+    elif isinstance(state, list | tuple):
+        for key, value in enumerate(state):
+            yield from _places(value, (*path, key))
+
+
+def _damaged(state: Any, path: tuple[Any, ...], damage: Callable[[Any], Any]) -> Any:
+    if not path:
+        return damage(state)
+    items = dict(state) if isinstance(state, dict) else dict(enumerate(state))
+    items[path[0]] = _damaged(items[path[0]], path[1:], damage)
+    left = {key: value for key, value in items.items() if value is not GONE}
+    return left if isinstance(state, dict) else type(state)(left.values())
+
+
+def _harmless(path: tuple[Any, ...], damage: str) -> bool:
+    """What old states had not, what torch makes anew, what it does not look at, and all of torch's own optimizers."""
+    if path[:2] == ("gspace", "inner"):
+        return len(path) > 3
+    left_out = damage == "gone" and ({"state", "frozen", "shapes", "root_state"} & {*path[:2]} or path[-1] in LATER)
+    return left_out or "params" in path[:-1] or "trained" in path[:-1] or (path[0] == "state" and damage == "none")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in contract.KINDS if kind.name != "SGD"], ids=lambda kind: kind.name)
+def test_a_damaged_state_is_refused_and_changes_nothing(kind: Kind) -> None:
+    """Every part of a state, damaged in five ways: one line says so. In C such a state would write anywhere."""
+    one, two = contract.chain(), contract.chain()
+    first, second = kind.make(one), kind.make(two)
+    train(one, first, batches(2))
+    train(two, second, batches(2))
+    good = deepcopy(first.state_dict())
+    told = refused = 0
+    for path in _places(good):
+        for name, damage in DAMAGES.items():
+            part = functools.reduce(operator.getitem, path, good)
+            if damage(part) is part:
+                continue
+            try:
+                first.load_state_dict(_damaged(deepcopy(good), path, damage))
+            except ValueError as error:
+                refused += len(str(error).splitlines()) == 1
+                told += 1
+            else:
+                assert _harmless(path, name), (path, name)
+                first.load_state_dict(deepcopy(good))
+    assert told == refused > 50
+    train(one, first, batches(3, seed=1))
+    train(two, second, batches(3, seed=1))
+    assert_same(one, two)
+
+
+def test_a_skeleton_that_goes_round_in_a_circle_is_refused() -> None:
+    optimizer = gspace.GSGD(contract.chain(), 0.1)
+    state = deepcopy(optimizer.state_dict())
+    parent = state["gspace"]["skeleton"]["parent"]
+    state["gspace"]["skeleton"]["parent"] = torch.arange(len(parent)).roll(1)
+    with pytest.raises(ValueError, match="goes round in a circle"):
+        optimizer.load_state_dict(state)
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------

@@ -302,7 +302,8 @@ class FrozenSkeletonSGD(torch.optim.SGD):
                 if state.get("shapes", {}).get(name, weights[here].shape) != weights[here].shape:  # at first none
                     raise ValueError("this state belongs to another network: its layers have other sizes")
                 entries = tuple(entries)
-                weights[here].detach().cpu()[tuple(i.cpu() for i in entries)]  # they are there
+                saved.require(len(entries) == weights[here].dim(), f"it freezes no single weights of {name}")
+                torch.empty(weights[here].shape, device="cpu")[tuple(i.cpu() for i in entries)]  # those are there
                 found[here] = weights[here], entries
             return {key: value for key, value in state.items() if key not in ("frozen", "shapes")}
 

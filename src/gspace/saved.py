@@ -54,8 +54,8 @@ def load(
                     group.setdefault(key, value)
             for p, entry in optimizer.state.items():
                 for key, value in entry.items():
-                    fits = not isinstance(value, Tensor) or value.dim() == 0 or value.shape == p.shape
-                    require(fits, f"{key} of a parameter has another shape")
+                    fits = value is None or (isinstance(value, Tensor) and value.shape == p.shape)
+                    require(fits, f"{key} of a parameter is no tensor of its shape")
             keep()
 
 
