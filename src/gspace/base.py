@@ -10,12 +10,10 @@ Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter, is_
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 
 from gspace import saved
@@ -32,25 +30,22 @@ from gspace.arguments import (
 )
 from gspace.graph import analyzed
 from gspace.graph.trace import Inputs
-from gspace.held import Held
 from gspace.hooks import hooked
 from gspace.reference import Reference, are_others, chosen, measured, products
 from gspace.skeleton import Skeleton
 from gspace.step import BatchNormRule, Layer
+from gspace.watch import Watch, fingerprint
 
 Allocation = Literal["fixed", "spread"]
 
 _LATER = ("shapes", "trained", "optimizer")  # what states did not have at first
 
-_EXPIRED = torch.UntypedStorage._expired
-_VERSION, _DTYPE, _TRAINED = attrgetter("_version"), attrgetter("dtype"), attrgetter("requires_grad")
-
 
 class GSpaceOptimizer(Optimizer):
     """Bookkeeping of an optimizer that moves in G-space; a subclass adds what happens to path values in `_step`."""
 
-    _storages: Sequence[int] = ()  # a copy has none yet: its weights lie elsewhere, which is noticed too
     _begun = True  # a step was taken, or a state loaded
+    _fast: Any = None  # the implementation that is bound to where the parameters lie (`fast/`)
 
     def __init__(
         self,
@@ -102,12 +97,8 @@ class GSpaceOptimizer(Optimizer):
         self._reference_in, self._reference_out = measured(skeleton, self.analysis, weights, reference)
         self._place()
         self.incoming, self.outgoing = self._measure()
-        self._start = self._written()
+        self._start = fingerprint(self.model.parameters())
         self._mark()
-
-    def _written(self) -> list[tuple[int, int]]:
-        """What tells that any parameter of the model was changed."""
-        return [(p._version, p.data_ptr()) for p in self.model.parameters()]
 
     def _place(self) -> None:
         """Everything that depends on where the parameters live and which group they are in."""
@@ -126,12 +117,8 @@ class GSpaceOptimizer(Optimizer):
         dtype = torch.float64 if any(w.dtype == torch.float64 for w in self._weights) else torch.float32
         self._last = tuple(torch.ones(self.skeleton.H + 1, dtype=dtype, device=device) for _ in range(2))
         self._narrow = any(wide(w) is not w for w in self._weights)
-        self._home = [(w.device, w.dtype) for w in self._weights]
-        self._listed, self._sizes = self._parameters(), [len(group["params"]) for group in self.param_groups]
-        self._trained = list(map(_TRAINED, self._listed))
-        self._fast: Any = None  # the implementation that was bound to where the parameters lay
-        self._know_memory()
-        self._held = Held(self.model)
+        self._fast = None
+        self._watch = Watch(self.model, self.param_groups, self._weights)
 
     @torch.no_grad()
     def _measure(self) -> tuple[Tensor, Tensor]:
@@ -145,44 +132,35 @@ class GSpaceOptimizer(Optimizer):
 
     # Keeping up with the model ----------------------------------------------------------------------------------------
 
-    def _now(self) -> tuple[list[Any], ...]:
-        """What tells that others changed a weight: in place, by moving it (also to another device), or its dtype."""
-        weights = self._weights
-        return list(map(_VERSION, weights)), list(map(Tensor.data_ptr, weights)), list(map(_DTYPE, weights))
-
     def _mark(self) -> None:
         """The weights are those the coordinates belong to. Rounded to 16 bits they may not be: measure them again."""
-        self._seen = None if self._narrow else self._now()
-
-    def _know_memory(self) -> None:
-        """Once the memory of a weight is gone, what others assign to it may come to lie at the same address."""
-        self._memory = [StorageWeakRef(w.untyped_storage()) for w in self._weights]
-        self._storages = [memory.cdata for memory in self._memory]
+        if self._narrow:
+            self._watch.forget()
+        else:
+            self._watch.mark()
 
     def _check(self) -> None:
         """The model must be the one that was analyzed; weights that others changed give new coordinates."""
-        changed = self._held.changed()
-        if changed is not None:
+        replaced = self._watch.replaced()
+        if replaced is not None:
             raise RuntimeError(
-                f"the model was changed after {type(self).__name__} was made: {changed!r} is not what it was. "
+                f"the model was changed after {type(self).__name__} was made: {replaced!r} is not what it was. "
                 f"Make a new {type(self).__name__} for the changed model."
             )
-        if self._regrouped() or list(map(_TRAINED, self._listed)) != self._trained:
+        if self._watch.regrouped(self.param_groups) or self._watch.thawed():
             self._refit()
-        if not self._begun and self._written() != self._start:
+        if not self._begun and fingerprint(self.model.parameters()) != self._start:
             self._reconsider()
-        if self._seen != self._now() or any(map(_EXPIRED, self._storages)):
+        if self._watch.rewritten():
             self._follow()
-
-    def _regrouped(self) -> bool:
-        """Whether others changed the list of parameters of a group."""
-        sizes = [len(group["params"]) for group in self.param_groups]
-        return sizes != self._sizes or not all(map(is_, self._parameters(), self._listed))
 
     def _follow(self) -> None:
         """Takes Ĩ and Õ from the weights, except where they agree to √eps: many steps round that far."""
-        moved = [(w.device, w.dtype) for w in self._weights] != self._home
-        self._place() if moved else self._know_memory()
+        moved = self._watch.moved()
+        if moved:
+            self._place()
+        else:
+            self._watch.know_memory()
         fresh = self._measure()
         paths = self.incoming * self.outgoing, fresh[0] * fresh[1]
         if self._wanted != "one" and are_others(*paths, self.max_drift):
@@ -277,7 +255,7 @@ class GSpaceOptimizer(Optimizer):
             "reference_out": self._reference_out,
             "incoming": self.incoming,
             "outgoing": self.outgoing,
-            "trained": list(self._trained),
+            "trained": list(self._watch.trained),
         }
 
     def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
@@ -291,8 +269,8 @@ class GSpaceOptimizer(Optimizer):
         saved.require_units(skeleton.H + 1, "its coordinates", *coordinates)
         sound = all(bool((x.isfinite() & (x != 0)).all()) for x in coordinates)
         saved.require(sound, "a coordinate is 0 or not finite")
-        trained = own.get("trained", self._trained)
-        saved.require(len(trained) == len(self._trained), "it tells of another number of parameters")
+        trained = self._watch.trained
+        saved.require(len(own.get("trained", trained)) == len(trained), "it tells of another number of parameters")
         return skeleton
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
@@ -301,21 +279,24 @@ class GSpaceOptimizer(Optimizer):
         self._place()
         like = self._measure()[0]
         self.incoming, self.outgoing = (own[name].to(like, copy=True) for name in ("incoming", "outgoing"))
-        self._trained = list(own.get("trained", self._trained))  # what was frozen or thawed since is noticed
-        self._seen, self._begun = None, True  # the weights may be loaded after this, or before, or never
+        self._watch.trained = list(
+            own.get("trained", self._watch.trained)
+        )  # what was frozen or thawed since is noticed
+        self._watch.forget()  # the weights may be loaded after this, or before, or never
+        self._begun = True
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with "gspace": skeleton and coordinates. Hooks see all of it.
 
         It holds what steps write in place, not copies: copy it to keep it beside further steps.
         """
-        if self._regrouped():
+        if self._watch.regrouped(self.param_groups):
             self._refit()
         return saved.save(self, super().state_dict, {"gspace": self._own_state()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         found: list[tuple[Skeleton, Mapping[str, Any]]] = []
-        if self._regrouped():
+        if self._watch.regrouped(self.param_groups):
             self._refit()
 
         def take(state: dict[str, Any]) -> dict[str, Any]:
@@ -334,7 +315,7 @@ class GSpaceOptimizer(Optimizer):
         saved.load(self, super().load_state_dict, state_dict, take, keep)
 
     def __getstate__(self) -> dict[str, Any]:
-        return saved.portable(self, "_fast", "_memory", "_storages")
+        return saved.portable(self, "_fast")
 
     # One step ---------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from gspace.pathrules import Power, power
 from gspace.pathsum import PathGraph, as_input_of, path_graph
 from gspace.reference import chosen
 from gspace.step import Number, plan
+from gspace.watch import fingerprint
 
 
 def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | None]:
@@ -267,12 +268,12 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         for layer in plan(self.skeleton, weights):
             weight = weights[layer.edges.name]
             self._free[name_of[id(weight)]] = weight, tuple(i[layer.free > 0] for i in layer.entries)
-        self._seen = [(w._version, w.data_ptr()) for w in weights.values()]
+        self._seen = fingerprint(weights.values())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self) -> None:
         """Before the first step: other weights than those it was made with have another skeleton."""
-        if self._seen != [(w._version, w.data_ptr()) for w in self.model.parameters()]:
+        if self._seen != fingerprint(self.model.parameters()):
             self._choose()
         self._begun = True
 

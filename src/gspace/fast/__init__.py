@@ -39,7 +39,7 @@ class Way(Protocol):
 
 def step(optimizer: "GSGD") -> bool:
     """Takes a step for `optimizer`; False if that is left to the definition."""
-    bound = optimizer.__dict__.get("_fast")
+    bound = optimizer._fast
     if bound is None or (isinstance(bound, Bound) and bound.gpu and capturing()):  # else `checks` has just seen to it
         bound = bind(optimizer)
     return isinstance(bound, Bound) and bound.step(optimizer)
@@ -53,7 +53,7 @@ def checks(optimizer: "GSGD") -> bool:
 
 def bind(optimizer: "GSGD") -> "Bound | Declined":
     """The way of `optimizer`, or why there is none; kept until its parameters move or its settings change."""
-    bound = optimizer.__dict__.get("_fast")
+    bound = optimizer._fast
     if bound is None or bound.stale(optimizer):
         found = _choose(optimizer)
         bound = optimizer._fast = Declined(optimizer, found) if isinstance(found, str) else found
@@ -62,7 +62,7 @@ def bind(optimizer: "GSGD") -> "Bound | Declined":
 
 def name(optimizer: "GSGD") -> str:
     """Which way is bound to `optimizer`; empty before the first step."""
-    bound = optimizer.__dict__.get("_fast")
+    bound = optimizer._fast
     if bound is None:
         return ""
     return type(bound.way).__name__ if isinstance(bound, Bound) else f"the definition: {bound.reason}"
@@ -291,6 +291,6 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
 
 def skipped_steps(optimizer: Any) -> int:
     """How many steps a GPU has not taken because a gradient was not finite. Waits for the device."""
-    bound = optimizer.__dict__.get("_fast")
+    bound = optimizer._fast
     flags = getattr(bound.way, "flags", None) if isinstance(bound, Bound) else None
     return int(flags[2]) if flags is not None else 0
