@@ -22,7 +22,7 @@ from gspace.lab.archive import read_records
 from gspace.lab.data import load
 from gspace.lab.engine import Engine, restore, snapshot
 from gspace.lab.errors import BusyError, DeviceError, Interrupted, RecipeError, RecordError
-from gspace.lab.learners import Single, initial_model, loss_and_errors
+from gspace.lab.learners import Single, initial_model, live, loss_and_errors
 from gspace.lab.loop import Progress
 from gspace.lab.optimizers import build_optimizer
 from gspace.lab.queue import batches, read_queue
@@ -783,10 +783,10 @@ def test_rehearsing_steps_leaves_no_trace(case: str) -> None:
     source = feed(load("digits"), recipe.inputs, recipe.augment)
     rows = epoch_rows(0, 0, 1438, recipe.batch_size, source.augment)[:, None]
     plain, rehearsed = (Single(recipe, source, Engine(device="cpu").resolve()) for _ in range(2))
-    saved = snapshot(rehearsed.live())
+    saved = snapshot(live(rehearsed))
     for step in range(3):
         rehearsed.step(rows[step])
-    restore(rehearsed.live(), saved)
+    restore(live(rehearsed), saved)
     for step in range(4):
         plain.step(rows[step])
         rehearsed.step(rows[step])
