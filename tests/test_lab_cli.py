@@ -19,12 +19,12 @@ from rich.console import Console
 
 from gspace.lab import bench, cli, demo, display, options, training
 from gspace.lab.archive import short_recipe
+from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.lock import locked
 from gspace.lab.loop import Progress
 from gspace.lab.queue import read_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, METRICS, SUMMARY, open_run, read_run
-from gspace.lab.tables import EXPERIMENTS
 
 SOURCE = Path(cli.__file__).resolve().parents[2]
 TINY = ["train", "--epochs", "0.5", "--hidden", "4", "--device", "cpu"]

@@ -15,13 +15,13 @@ from gspace.lab import archive, cli
 from gspace.lab.document import Document, Panel, Section, Series, Table, markdown
 from gspace.lab.errors import RecordError
 from gspace.lab.experiment import Cell, Method, Printed, Variant, best, jobs, seeds
+from gspace.lab.experiments import EXPERIMENTS, RATE
 from gspace.lab.figures import COLOURS, MANY, _panel
 from gspace.lab.page import page
 from gspace.lab.panels import curve, panels
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Record
 from gspace.lab.report import as_json, assemble, publish
-from gspace.lab.tables import EXPERIMENTS, RATE
 from gspace.lab.tabulate import MEASURES, Outcome, difference, mean_std, outcome, table, write
 from gspace.lab.train import train_many
 

@@ -13,9 +13,9 @@ pytest.importorskip("matplotlib")
 
 from gspace.lab.archive import read_records
 from gspace.lab.document import markdown
+from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.models import build_model
 from gspace.lab.report import assemble
-from gspace.lab.tables import EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs" / "results" / "report.md"
