@@ -62,7 +62,8 @@ def caught(name: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         for part in ("src", "tests", "pyproject.toml"):
             source, target = ROOT / part, Path(folder) / part
-            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+            copy = shutil.copytree if source.is_dir() else shutil.copy
+            copy(source, target)
         path = Path(folder) / "src" / "gspace" / file
         text = path.read_text()
         if right not in text:

@@ -74,6 +74,10 @@ class Drawing(Noisy):
     def forward(self, x):
         return self.body(x) * random.random()
 
+def weightless():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
 def digits():
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 26 * 26, 2))
 
@@ -239,6 +243,7 @@ BAD = {
         "Expected more than 1 value per channel",
     ),
     "wrong guess": (["analyze", "model.py:digits", "--verify"], "shape 2,1,32,32 in eval mode, give a fitting --input"),
+    "verification without values": (["analyze", "model.py:weightless", "--verify"], "on the meta device has no values"),
     "several inputs, no shape": (["analyze", "model.py:TwoInputs", "--verify"], "takes 2 inputs (x, y)"),
     "input that cannot be guessed": (["analyze", "torch.nn:GRU(3, 4)", "--verify"], "cannot guess"),
     "not below 0": (["analyze", "model.py:Tokens", "--input-shape", "2,5:0"], "2,16:1000 for integers below 1000"),

@@ -19,12 +19,12 @@ from rich.console import Console
 
 from gspace.lab import bench, cli, demo, display, options, training
 from gspace.lab.archive import short_recipe
+from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.lock import locked
 from gspace.lab.loop import Progress
 from gspace.lab.queue import read_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, METRICS, SUMMARY, open_run, read_run
-from gspace.lab.tables import EXPERIMENTS
 
 SOURCE = Path(cli.__file__).resolve().parents[2]
 TINY = ["train", "--epochs", "0.5", "--hidden", "4", "--device", "cpu"]
@@ -85,6 +85,12 @@ def test_flags_replace_what_a_recipe_file_says(tmp_path: Path) -> None:
     assert parse("--recipe", str(path), "--lr", "0.25", "--iterations", "10") == Recipe(
         iterations=10, lr=0.25, hidden=(9,)
     )
+
+
+def test_a_recorded_run_with_a_size_its_network_lacks_can_be_run_again(tmp_path: Path) -> None:
+    recorded = Recipe(epochs=3.0, model="cnn", width=8, hidden=(9,))
+    (tmp_path / "recipe.json").write_text(json.dumps(recorded.to_dict()))
+    assert parse("--recipe", str(tmp_path / "recipe.json"), "--width", "4") == recorded.but(width=4)
 
 
 # Training
@@ -334,6 +340,23 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     "quick and shorter": (nothing, ["reproduce", "table-1", "--quick", "--length", "1/2"], 2, "leave --length out"),
     "negative rate": (nothing, [*TINY, "--lr", "-0.1"], 2, "lr must be at least 0, not -0.1"),
     "no number": (nothing, [*TINY, "--lr", "fast"], 2, "lr must be a number, not 'fast'"),
+    "no width in the list": (nothing, [*TINY, "--hidden", ","], 2, "hidden must be a whole number, not ''"),
+    "no width": (nothing, [*TINY, "--hidden", ""], 2, "hidden must be a whole number, not ''"),
+    "width of an MLP": (nothing, [*TINY, "--width", "4"], 2, "--width has no effect on the network 'mlp'"),
+    "hidden layers of a CNN": (nothing, [*TINY, "--model", "cnn"], 2, "--hidden has no effect on the network 'cnn'"),
+    "width beside a file of an MLP": (
+        recipe_file('{"epochs": 1}'),
+        ["train", "--recipe", f"{ROOT}/recipe.json", "--width", "4"],
+        2,
+        "error: --width has no effect on the network 'mlp'",
+    ),
+    "epochs without end": (nothing, [*TINY, "--epochs", "1e300"], 2, "epochs must be at most 1e+06, not 1e+300"),
+    "iterations without end": (
+        nothing,
+        ["train", "--iterations", "1" + "0" * 12],
+        2,
+        "iterations must be at most 1e+09, not 1000000000000",
+    ),
     "no length": (nothing, ["train"], 2, "either iterations or epochs"),
     "refused by the optimizer": (
         nothing,

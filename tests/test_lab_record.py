@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from gspace.lab.archive import read_records
 from gspace.lab.errors import BusyError, RecipeError, RecordError
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import environment, finite, open_run, read_run, read_runs, write_atomic
+from gspace.lab.record import environment, finite, open_run, read_run, write_atomic
 
 RECIPE = Recipe(iterations=10)
 
@@ -100,7 +101,7 @@ def test_a_run_folder_holds_what_was_written(tmp_path: Path) -> None:
     assert [session["note"] for session in record.sessions] == ["first", "second"]
     assert [line["iteration"] for line in record.metrics] == [1, 2]
     assert record.summary == {"status": "finished"}
-    assert read_runs(tmp_path) == [record]
+    assert read_records([tmp_path]) == [record]
 
 
 def test_a_line_cut_short_is_no_line(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from gspace.lab import archive, cli
 from gspace.lab.document import Document, Panel, Section, Series, Table, markdown
 from gspace.lab.errors import RecordError
 from gspace.lab.experiment import Cell, Method, Printed, Variant, best, jobs, seeds
+from gspace.lab.experiments import EXPERIMENTS, RATE
 from gspace.lab.figures import COLOURS, MANY, _panel
 from gspace.lab.page import page
 from gspace.lab.panels import curve, panels
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import Record, read_runs
+from gspace.lab.record import Record
 from gspace.lab.report import as_json, assemble, publish
-from gspace.lab.tables import EXPERIMENTS, RATE
 from gspace.lab.tabulate import MEASURES, Outcome, difference, mean_std, outcome, table, write
 from gspace.lab.train import train_many
 
@@ -224,7 +224,7 @@ def test_runs_of_no_experiment_can_be_read_by_programs_too() -> None:
 def test_an_exported_record_is_small_and_gives_the_same_tables(runs: Path, tmp_path: Path) -> None:
     assert cli.main(["report", str(runs), "--export", str(tmp_path / "results")]) == 0
     files = list((tmp_path / "results").iterdir())
-    assert len(files) == len(read_runs(runs)) == 7
+    assert len(files) == len(archive.read_records([runs])) == 7
     assert all(path.suffix == ".json" and path.stat().st_size < 8000 for path in files)
     commands = [EXPERIMENTS["signs"]]
     before = assemble(archive.read_records([runs]), commands, "x")

@@ -18,15 +18,16 @@ from torch.nn import functional as F
 
 from gspace import GSGD, init_skeleton_
 from gspace.lab import cli, queue
+from gspace.lab.archive import read_records
 from gspace.lab.data import load
 from gspace.lab.engine import Engine, restore, snapshot
 from gspace.lab.errors import BusyError, DeviceError, Interrupted, RecipeError, RecordError
-from gspace.lab.learners import Single, initial_model, loss_and_errors
+from gspace.lab.learners import Single, initial_model, live, loss_and_errors
 from gspace.lab.loop import Progress
 from gspace.lab.optimizers import build_optimizer
 from gspace.lab.queue import batches, read_queue
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import Run, open_run, read_run, read_runs
+from gspace.lab.record import Run, open_run, read_run
 from gspace.lab.schedule import drops, learning_rate, steps_per_epoch, total_iterations
 from gspace.lab.stacked import activations, largest_stack, losses_and_gradients, matrices, stack, stackable
 from gspace.lab.stopping import stop_requests
@@ -782,10 +783,10 @@ def test_rehearsing_steps_leaves_no_trace(case: str) -> None:
     source = feed(load("digits"), recipe.inputs, recipe.augment)
     rows = epoch_rows(0, 0, 1438, recipe.batch_size, source.augment)[:, None]
     plain, rehearsed = (Single(recipe, source, Engine(device="cpu").resolve()) for _ in range(2))
-    saved = snapshot(rehearsed.live())
+    saved = snapshot(live(rehearsed))
     for step in range(3):
         rehearsed.step(rows[step])
-    restore(rehearsed.live(), saved)
+    restore(live(rehearsed), saved)
     for step in range(4):
         plain.step(rows[step])
         rehearsed.step(rows[step])
@@ -879,7 +880,7 @@ def test_a_stack_goes_on_although_one_of_its_runs_has_ended(tmp_path: Path) -> N
     whole = train_many(recipes, tmp_path / "whole")
     with pytest.raises(Interrupted):
         train_many(recipes, tmp_path / "a", stop=stop_at(30))
-    ended = [run.summary is not None for run in sorted(read_runs(tmp_path / "a"), key=lambda run: run.recipe.seed)]
+    ended = [run.summary is not None for run in read_records([tmp_path / "a"])]
     assert ended == [True, False, False]
     rest = train_many(recipes[1:], tmp_path / "a")
     assert [line["test_error"] for line in rest] == [line["test_error"] for line in whole[1:]]

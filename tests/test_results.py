@@ -13,9 +13,9 @@ pytest.importorskip("matplotlib")
 
 from gspace.lab.archive import read_records
 from gspace.lab.document import markdown
+from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.models import build_model
 from gspace.lab.report import assemble
-from gspace.lab.tables import EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs" / "results" / "report.md"
@@ -103,6 +103,8 @@ def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_the_pages_of_the_benchmarks_are_those_of_their_records(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = json.loads((ROOT / "results" / "stack.json").read_text(encoding="utf-8"))
     assert (ROOT / "docs" / "stack.md").read_text(encoding="utf-8") == benchmark("stack", monkeypatch).page(stack)
+    guards = json.loads((ROOT / "results" / "guards.json").read_text(encoding="utf-8"))
+    assert (ROOT / "docs" / "guards.md").read_text(encoding="utf-8") == benchmark("guards", monkeypatch).table(guards)
     speed = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
     assert speed == benchmark("step.pages", monkeypatch).page(ROOT / "results")
     compared = [line.split(" | ") for line in speed.splitlines() if " GSGD fused " in line]

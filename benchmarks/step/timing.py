@@ -41,8 +41,10 @@ Clock = Callable[[Callable[[], object]], float]
 
 
 def by_host(call: Callable[[], object], least: float = 0.005) -> float:
-    """Seconds per call on the host, from an idle device to an idle device, over a few milliseconds: a call on a CPU
-    should find the caches as the same call left them, not another optimizer's."""
+    """Seconds per call on the host, from an idle device to an idle device, over a few milliseconds.
+
+    A call on a CPU should find the caches as the same call left them, not another optimizer's.
+    """
     spent, calls = 0.0, 0
     while spent < least:
         if CUDA:

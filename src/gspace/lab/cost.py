@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from gspace.lab.data import SETS
+from gspace.lab.learners import code_key
 from gspace.lab.models import build_model
 from gspace.lab.queue import batches
 from gspace.lab.recipe import Recipe
 from gspace.lab.schedule import evaluation_interval, total_iterations
 from gspace.lab.stacked import stackable
+from gspace.lab.transform import input_shape
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,8 @@ def estimate(recipes: Sequence[Recipe], machine: Machine, stack: int = 16) -> fl
 def _compilation(groups: Sequence[Sequence[Recipe]], machine: Machine) -> float:
     """Each time that the network to compile is another one than before."""
     singles = [members[0] for members in groups if not stackable(members[0])]
-    changes = [next(same) for _, same in groupby(singles, key=_code)]
+    changes = [next(same) for _, same in groupby(singles, key=code_key)]
     return sum(network_cost(recipe)[1] * machine.compile_seconds for recipe in changes)
-
-
-def _code(recipe: Recipe) -> Recipe:
-    """A recipe of the same compiled forward and backward pass, see `learners`."""
-    names = "data model hidden width precision inputs augment batch_size train_size validation".split()
-    return Recipe(epochs=1.0, **{name: getattr(recipe, name) for name in names})
 
 
 def _seconds(members: Sequence[Recipe], machine: Machine) -> float:
@@ -82,11 +78,8 @@ def images_of(recipe: Recipe) -> int:
 
 def network_cost(recipe: Recipe) -> tuple[int, int]:
     """Operations of one image's forward pass, and the number of layers with weights."""
-    spec = SETS[recipe.data]
-    channels = spec.shape[2] if len(spec.shape) == 3 and recipe.inputs != "grey" else 1
-    shrink = 4 if recipe.inputs == "pooled" else 1
-    shape = (channels, spec.shape[0] // shrink, spec.shape[1] // shrink)
-    return _network_cost(recipe.model, shape, spec.classes, recipe.hidden, recipe.width)
+    shape = input_shape(recipe.data, recipe.inputs)
+    return _network_cost(recipe.model, shape, SETS[recipe.data].classes, recipe.hidden, recipe.width)
 
 
 @functools.cache

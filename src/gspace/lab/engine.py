@@ -152,7 +152,10 @@ def restore(tree: Tree, saved: Tree) -> None:
     """
     for path, value in _leaves(tree):
         old = _at(saved, path)
-        value.copy_(old) if isinstance(old, Tensor) else value.zero_()
+        if isinstance(old, Tensor):
+            value.copy_(old)
+        else:
+            value.zero_()
 
 
 def _map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:

@@ -56,8 +56,8 @@ def save(figure: Figure, path: Path) -> Path:
 
 def _panel(axes: Axes, panel: Panel) -> None:
     for series in panel.series:
-        colour = COLOURS[series.hue % len(COLOURS)]
-        _points(axes, series, colour) if panel.ticks else _line(axes, series, colour)
+        drawn = _points if panel.ticks else _line
+        drawn(axes, series, COLOURS[series.hue % len(COLOURS)])
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
     if panel.log_x:
         axes.set_xscale("log")

@@ -30,16 +30,32 @@ class Learner(Protocol):
     """What the loop asks of the thing it trains."""
 
     kind: str
+    model: nn.Module
+    optimizer: Optimizer
     totals: Tensor
 
     def step(self, rows: Tensor) -> None: ...
     def set_rates(self, rates: Sequence[float]) -> None: ...
     def test(self) -> list[Score]: ...
     def fit(self) -> list[Score]: ...
-    def live(self) -> Tree: ...
-    def clear(self) -> None: ...
-    def state(self) -> dict[str, Any]: ...
-    def load(self, state: Mapping[str, Any]) -> None: ...
+
+
+def live(learner: Learner) -> Tree:
+    """Everything that a step writes to."""
+    return [dict(learner.model.state_dict()), learner.optimizer.state_dict(), learner.totals]
+
+
+def state_of(learner: Learner) -> dict[str, Any]:
+    """What a checkpoint holds of it."""
+    return {"model": dict(learner.model.state_dict()), "optimizer": learner.optimizer.state_dict()}
+
+
+def load_state(learner: Learner, state: Mapping[str, Any]) -> None:
+    rates = [group["lr"] for group in learner.optimizer.param_groups]
+    learner.model.load_state_dict(state["model"])
+    learner.optimizer.load_state_dict(state["optimizer"])
+    for group, rate in zip(learner.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # a loaded tensor may lie on another device; the loop sets the value
 
 
 def initial_model(recipe: Recipe, feed: Feed) -> nn.Module:
@@ -89,12 +105,12 @@ class Single:
         self.optimizer = build_optimizer(self.model, recipe, _rate(recipe.lr, device), example)
         self.totals = torch.zeros(1, 2, dtype=torch.float64, device=device)
         self.loss_total, self.error_total = self.totals[0]
-        self.measure = compiled(loss_and_errors, _code(recipe, feed)) if engine.compile else loss_and_errors
+        self.measure = compiled(loss_and_errors, code_key(recipe)) if engine.compile else loss_and_errors
         self.model.train()
 
     def step(self, rows: Tensor) -> None:
         feed = self.feed
-        self.clear()
+        self.optimizer.zero_grad()
         loss, errors = self.measure(
             self.model, feed.images, feed.labels, feed.augment.take, feed.finish, rows[0], self.recipe.precision
         )
@@ -128,18 +144,6 @@ class Single:
         self.model.train()
         return float(total) / count, float(errors) / count
 
-    def live(self) -> Tree:
-        return [dict(self.model.state_dict()), self.optimizer.state_dict(), self.totals]
-
-    def clear(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def state(self) -> dict[str, Any]:
-        return {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        _load(self.model, self.optimizer, state)
-
 
 class Stacked:
     """MLPs of one shape, each with its own seed and learning rate, as one network (stacked.py).
@@ -153,7 +157,7 @@ class Stacked:
     def __init__(self, recipes: Sequence[Recipe], feed: Feed, engine: Engine) -> None:
         device = torch.device(engine.device)
         self.recipe, self.feed, self.count = recipes[0], feed, len(recipes)
-        self.model = stack([initial_model(recipe, feed) for recipe in recipes]).to(device)
+        self.model: nn.Module = stack([initial_model(recipe, feed) for recipe in recipes]).to(device)
         self.reference = max(range(self.count), key=lambda k: recipes[k].lr)  # its rate is the optimizer's
         largest = recipes[self.reference].lr
         scales = [recipe.lr / largest if largest else 1.0 for recipe in recipes]
@@ -210,18 +214,6 @@ class Stacked:
             count += len(y)
         return [(loss / count, errors / count) for loss, errors in totals.tolist()]
 
-    def live(self) -> Tree:
-        return [dict(self.model.state_dict()), self.optimizer.state_dict(), self.totals]
-
-    def clear(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def state(self) -> dict[str, Any]:
-        return {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        _load(self.model, self.optimizer, state)
-
 
 def _rate(value: float, device: torch.device) -> float | Tensor:
     """The learning rate; on a GPU in a tensor, so that a captured step follows the schedule."""
@@ -248,14 +240,6 @@ def _moved(optimizer: Optimizer) -> bool:
     return True
 
 
-def _load(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    rates = [group["lr"] for group in optimizer.param_groups]
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate  # a loaded tensor may lie on another device; the loop sets the value
-
-
 def _test_batches(feed: Feed) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(feed.x_test.split(EVALUATION_BATCH), feed.y_test.split(EVALUATION_BATCH), strict=True)
 
@@ -266,7 +250,7 @@ def _training_batches(feed: Feed) -> Iterator[tuple[Tensor, Tensor]]:
         yield feed.batch(rows)
 
 
-def _code(recipe: Recipe, feed: Feed) -> tuple[Any, ...]:
-    """All that decides the compiled code of a run's forward and backward pass."""
-    sizes = (feed.images.shape, feed.classes, recipe.batch_size, recipe.hidden, recipe.width)
-    return (recipe.model, recipe.precision, recipe.inputs, recipe.augment, *sizes)
+def code_key(recipe: Recipe) -> Recipe:
+    """All of a recipe that decides the compiled code of its forward and backward pass; the rest at its default."""
+    names = "data model hidden width precision inputs augment batch_size train_size validation".split()
+    return Recipe(epochs=1.0, **{name: getattr(recipe, name) for name in names})

@@ -4,13 +4,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gspace.lab.engine import Engine, capture
 from gspace.lab.errors import RecordError
-from gspace.lab.learners import Learner
+from gspace.lab.learners import Learner, live, load_state, state_of
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, METRICS, Line, Run, finite
 from gspace.lab.schedule import drops, evaluation_interval, learning_rate, points, steps_per_epoch, total_iterations
@@ -77,7 +78,7 @@ class Loop:
                 )
             self._check_curves(state["iteration"])
             self.iteration, self.seconds, self.wall = state["iteration"], state["seconds"], state["wall"]
-            self.learner.load(state["learner"])
+            load_state(self.learner, state["learner"])
             self.learner.totals.copy_(state["totals"])
             torch.set_rng_state(state["random"])
         for k in self.active:
@@ -106,7 +107,9 @@ class Loop:
         """Captures the step, if it is to be one CUDA graph."""
         if self.engine.graph and self.iteration < self.total:
             rows = self._rows(self.iteration // self.epoch_steps)[0]
-            self.advance = capture(self.learner.step, rows, self.learner.live, self.learner.clear)
+            self.advance = capture(
+                self.learner.step, rows, partial(live, self.learner), self.learner.optimizer.zero_grad
+            )
             torch.cuda.synchronize()
         self.overhead = time.perf_counter() - started
 
@@ -224,7 +227,7 @@ class Loop:
                 "wall": self.wall,
                 "totals": self.learner.totals,
                 "random": torch.get_rng_state(),
-                "learner": self.learner.state(),
+                "learner": state_of(self.learner),
             }
         )
 

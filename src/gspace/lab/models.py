@@ -139,6 +139,8 @@ MODELS: Mapping[str, Builder] = {
     **{f"resnet-{depth}": _wide(partial(resnet, depth=depth)) for depth in BLOCKS},
 }
 
+UNUSED: Mapping[str, str] = {name: "width" if name == "mlp" else "hidden" for name in MODELS}  # the size it lacks
+
 
 def build_model(
     name: str, shape: Shape, classes: int, *, hidden: tuple[int, ...] = (64, 64), width: int = 64

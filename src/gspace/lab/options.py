@@ -17,6 +17,7 @@ from gspace.lab.data import load
 from gspace.lab.display import display
 from gspace.lab.engine import Engine
 from gspace.lab.errors import RecipeError
+from gspace.lab.models import UNUSED
 from gspace.lab.recipe import DEFAULTS, Recipe, check_fields
 from gspace.lab.record import make_folder
 from gspace.lab.stopping import stop_requests
@@ -104,19 +105,25 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 def recipe(args: argparse.Namespace) -> Recipe:
     """The recipe file's fields, if one was named, and over them those given on the command line.
 
-    The file is named in an error that the command line alone does not explain.
+    The file is named in an error that the command line alone does not explain. A size that the network lacks is refused
+    here alone: it is part of the identity of runs, and recorded ones may hold it.
     """
     given = {name: value for name in DEFAULTS if (value := getattr(args, name)) is not None}
-    if not args.recipe:
-        return Recipe.from_dict(given)
+    made = _merged(given, args.recipe) if args.recipe else Recipe.from_dict(given)
+    if UNUSED[made.model] in given:
+        raise RecipeError(f"--{UNUSED[made.model]} has no effect on the network {made.model!r}: leave it out")
+    return made
+
+
+def _merged(given: Mapping[str, Any], path: Path) -> Recipe:
     check_fields(given)
-    base = _recipe_file(args.recipe)
+    base = _recipe_file(path)
     if "iterations" in given or "epochs" in given:  # one length replaces the other
         base = {name: value for name, value in base.items() if name not in ("iterations", "epochs")}
     try:
         return Recipe.from_dict({**base, **given})
     except RecipeError as error:
-        raise RecipeError(f"{args.recipe}: {error}") from error
+        raise RecipeError(f"{path}: {error}") from error
 
 
 def _recipe_file(path: Path) -> Mapping[str, Any]:
@@ -139,7 +146,7 @@ def reader(kind: Any) -> Callable[[str], Any]:
         return reader(next(k for k in get_args(kind) if k is not NoneType))
     if get_origin(kind) is tuple:
         item = reader(get_args(kind)[0])
-        return lambda text: tuple(item(part) for part in text.split(",") if part)
+        return lambda text: tuple(item(part) for part in text.split(","))
 
     def read(text: str) -> Any:
         try:

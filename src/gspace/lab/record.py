@@ -172,11 +172,6 @@ def read_run(folder: Path) -> Record:
     )
 
 
-def read_runs(root: Path) -> list[Record]:
-    """Every run folder below `root`, in the order of their names."""
-    return [read_run(path.parent) for path in sorted(root.rglob(RECIPE))]
-
-
 def environment(**options: Any) -> Line:
     """Where and with what a session runs."""
     import gspace

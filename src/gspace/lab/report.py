@@ -19,12 +19,12 @@ from gspace.lab.cost import CPU, GPU, duration, estimate
 from gspace.lab.document import Document, Section, Table, markdown
 from gspace.lab.errors import RecordError
 from gspace.lab.experiment import DATA_NAMES, LENGTHS, Cell, Experiment, Variant, guessed, jobs
+from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.figures import draw
 from gspace.lab.page import page
 from gspace.lab.panels import panels
 from gspace.lab.recipe import Recipe, check_name
 from gspace.lab.record import Record, write_atomic
-from gspace.lab.tables import EXPERIMENTS
 from gspace.lab.tabulate import MEASURES, Found, outcome, tables, write
 
 TITLE = "Measured with gspace"

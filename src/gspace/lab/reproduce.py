@@ -16,11 +16,11 @@ from gspace.lab.cost import CPU, GPU, Machine, duration, estimate
 from gspace.lab.data import SETS, data_folder, read
 from gspace.lab.errors import RecipeError
 from gspace.lab.experiment import LENGTHS, Cell, Experiment, Scores, Variant, guessed, jobs
+from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.queue import Tally, conclude, run_queue, wait_for_others
 from gspace.lab.recipe import Recipe, check_name
 from gspace.lab.record import Record
 from gspace.lab.report import as_json, assemble, publish
-from gspace.lab.tables import EXPERIMENTS
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

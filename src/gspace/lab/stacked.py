@@ -9,6 +9,7 @@ Gradients and momentum are linear in that weight and all rates follow one schedu
 Weight decay is not: with it, the rates of a stack must be equal.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from gspace.lab.data import SETS
 from gspace.lab.engine import at_least_float32
 from gspace.lab.recipe import Recipe
-from gspace.lab.transform import INPUTS
+from gspace.lab.transform import input_shape
 
 # Not path-sgd: it measures all weights of a layer by one exponent, so a network that diverges would spoil the others.
 STACKABLE = ("sgd", "sgd-frozen", "gsgd")
@@ -44,11 +45,8 @@ def largest_stack(recipe: Recipe, device: str) -> int:
     """How many such networks train faster together than one after the other."""
     if device != "cpu":
         return sys.maxsize
-    spec = SETS[recipe.data]
-    channels = spec.shape[2] if len(spec.shape) == 3 else 1
-    pixels, moments = torch.empty(1, channels, *spec.shape[:2], device="meta"), torch.empty(channels, device="meta")
-    inputs = INPUTS[recipe.inputs](pixels, moments, moments).numel()
-    weights = sum(a * b for a, b in pairwise((inputs, *recipe.hidden, spec.classes)))
+    inputs = math.prod(input_shape(recipe.data, recipe.inputs))
+    weights = sum(a * b for a, b in pairwise((inputs, *recipe.hidden, SETS[recipe.data].classes)))
     return max(1, CACHE // (4 * weights))
 
 

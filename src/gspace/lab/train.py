@@ -92,8 +92,7 @@ def work_alone(run: Run, session: Session) -> None:
 
 
 def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
-    """Trains what is unfinished of `runs`: interrupted ones as they were begun, the rest in new stacks, or one by one
-    where that is faster."""
+    """Trains what is unfinished: interrupted runs as they were begun, the rest in stacks, or alone where faster."""
     found = {run.folder.name: run for run in runs}
     fresh: list[str] = []
     stacks: dict[tuple[str, ...], str] = {}

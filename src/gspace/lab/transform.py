@@ -5,6 +5,7 @@ an image and its draws (crop offsets, flip). A training step then is a pure func
 tensor of a CUDA graph. An epoch is one permutation of the training images without its last, incomplete batch.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gspace.lab.data import DataSet
+from gspace.lab.data import SETS, DataSet
 from gspace.lab.seeds import generator
 
 Inputs = Callable[[Tensor, Tensor, Tensor], Tensor]  # pixels in [0, 1], mean, std -> what the network reads
@@ -42,6 +43,20 @@ def pooled(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 INPUTS: Mapping[str, Inputs] = {"standard": standard, "unit": unit, "grey": grey, "pooled": pooled}
+
+
+@functools.cache
+def input_shape(data: str, inputs: str) -> tuple[int, int, int]:
+    """Of one input, `(channel, height, width)`, before the data set is read.
+
+    >>> input_shape("cifar10", "grey"), input_shape("mnist", "pooled")
+    ((1, 32, 32), (1, 7, 7))
+    """
+    height, width, *colours = SETS[data].shape
+    pixels = torch.empty(1, *(colours or [1]), height, width, device="meta")
+    moments = pixels.new_empty(pixels.shape[1])
+    _, channels, height, width = INPUTS[inputs](pixels, moments, moments).shape
+    return channels, height, width
 
 
 @dataclass(frozen=True)

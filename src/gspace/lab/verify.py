@@ -54,6 +54,10 @@ def largest_changes(
 
     Both runs of a mode start from the same random state, so dropout draws the same mask. The model is left untouched.
     """
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise InputError(
+            "a model on the meta device has no values to verify: build it on the CPU or leave --verify out"
+        )
     original = deepcopy(model).double()
     scales = random_scales(original, generator, analysis=analysis)
     rescaled = rescale_(deepcopy(original), scales, analysis=analysis)

@@ -3,14 +3,14 @@
     gspace reproduce table-1 --list            # what it is, and what it costs
     gspace reproduce table-1 --out runs        # run what is not finished, then write the report
 
-Settings the paper leaves open are named in each experiment's notes.
+Above each stand its source in the paper, its question, and notes, which name the settings that the paper leaves open.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gspace.lab.cost import network_cost
-from gspace.lab.experiment import Axis, Cell, Experiment, Method, Scores, best, seeds
+from gspace.lab.experiment import Axis, Cell, Cells, Experiment, Method, Scores, best, seeds
 from gspace.lab.recipe import Recipe
 from gspace.lab.settings import (
     CONTROLS,
@@ -31,8 +31,54 @@ from gspace.lab.settings import (
 )
 
 GRID = "grid of rates, validation images"
+RATE = Axis("learning rate", lambda recipe: recipe.lr)
+DECAY = Axis("λ", lambda recipe: recipe.weight_decay)
 
-# MLPs --------------------------------------------------------------------------------------------------------------
+EXPERIMENTS: dict[str, Experiment] = {}
+
+
+def experiment(name: str, source: str, question: str, *notes: str) -> Callable[[Cells], Cells]:
+    """Enters the generator below it in `EXPERIMENTS`, which has the order of this file."""
+
+    def enter(cells: Cells) -> Cells:
+        EXPERIMENTS[name] = Experiment(name, source, question, notes, cells)
+        return cells
+
+    return enter
+
+
+def _short(recipe: Recipe, **changes: Any) -> Recipe:
+    """A short run: an eighth of the paper's schedule, or less if it is quick."""
+    return recipe.but(iterations=80 if recipe.quick else 8000, **changes)
+
+
+def _held_out(recipe: Recipe) -> Recipe:
+    """A short run that is judged on training images it does not see."""
+    return _short(recipe, validation=1000 if recipe.quick else 5000)
+
+
+def _compared(models: Sequence[str], methods: Sequence[Method], quick: bool) -> Iterator[Cell]:
+    """The paper's comparison: every method on every network and data set."""
+    for data in ("cifar10",) if quick else ("cifar10", "cifar100"):
+        for model in models:
+            base = cifar(model, data, quick=quick)
+            for method in methods:
+                printed = TABLE_1.get((model, data, method.key))
+                runs = seeds(method.on(base), 1 if quick else 5)
+                yield Cell("test error", base.model, method, runs, printed)
+
+
+@experiment(
+    "table-1",
+    "Tab. 1, Fig. 3",
+    "Does G-SGD reach a lower test error than SGD on Plain-34 and ResNet-34?",
+    "lr 1.0, ÷10 after 1/2 and 3/4 of 64,000 iterations, batch 128, no momentum, no decay.",
+    "Plain-34's chains end at each stage, as in the authors' code; the paper's text has one chain.",
+    "Inputs are normalized per channel, as in the authors' code; the paper scales them to [0, 1].",
+    "bf16 autocast; the paper states no precision.",
+)
+def table_1(quick: bool, scores: Scores) -> Iterator[Cell]:
+    return _compared(("plain-34", "resnet-34"), (SGD, G_SGD, *CONTROLS, STILL), quick)
 
 
 def invariant_ratio(recipe: Recipe) -> float:
@@ -45,14 +91,19 @@ def invariant_ratio(recipe: Recipe) -> float:
     return sum(recipe.hidden) / (flops / 2)
 
 
-RATE = Axis("learning rate", lambda recipe: recipe.lr)
-DECAY = Axis("λ", lambda recipe: recipe.weight_decay)
 RATIO = Axis("invariant ratio H/m", invariant_ratio, "H/m = {:.2e}")
-
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 
 
-def _mlp_invariance(quick: bool, scores: Scores) -> Iterator[Cell]:
+@experiment(
+    "mlp-invariance",
+    "Fig. 4, Tab. 6",
+    "Does the gain of G-SGD over SGD grow with the invariant ratio H/m?",
+    "[49 : h : h : 10] on 7 × 7 images, lr 0.01, batch 64, 100 epochs. H/m is twice what Tab. 6 prints, which is h/m.",
+    "One shared rate can favour either method, so the best rate of each is run too; "
+    "it is chosen on held-out training images.",
+)
+def mlp_invariance(quick: bool, scores: Scores) -> Iterator[Cell]:
     base = FASHION.but(**QUICK_FASHION) if quick else FASHION
     widths = (8, 32, 128) if quick else (8, 16, 32, 64, 128, 256, 512, 1024)
     rates = (0.01, 0.1) if quick else RATES
@@ -77,7 +128,14 @@ def _mlp_invariance(quick: bool, scores: Scores) -> Iterator[Cell]:
                 yield line("best rate of each method", h, method, found.but(validation=0), f"lr {found.lr:g}")
 
 
-def _path_sgd(quick: bool, scores: Scores) -> Iterator[Cell]:
+@experiment(
+    "path-sgd",
+    "Fig. 5",
+    "Do SGD, Path-SGD and G-SGD differ at the best rate of each?",
+    "Five hidden layers of 64, rates 10^-α for α = 0 … 10, batch 64, grey images in [0, 1].",
+    "The paper does not say for how long: 50 epochs here. The rate is chosen on held-out training images.",
+)
+def path_sgd(quick: bool, scores: Scores) -> Iterator[Cell]:
     base = PATHS.but(epochs=2.0, train_size=6400, test_size=2000, quick=True) if quick else PATHS
     rates = [10.0**-alpha for alpha in (range(4) if quick else range(11))]
     held = 2000 if quick else 5000
@@ -92,22 +150,6 @@ def _path_sgd(quick: bool, scores: Scores) -> Iterator[Cell]:
                 yield Cell("best rate of each method", "5 × 64", method, runs, None, f"lr {found.lr:g}")
 
 
-# Convolutional networks --------------------------------------------------------------------------------------------
-
-
-def _compared(models: Sequence[str], methods: Sequence[Method]) -> Callable[[bool, Scores], Iterator[Cell]]:
-    def cells(quick: bool, scores: Scores) -> Iterator[Cell]:
-        for data in ("cifar10",) if quick else ("cifar10", "cifar100"):
-            for model in models:
-                base = cifar(model, data, quick=quick)
-                for method in methods:
-                    printed = TABLE_1.get((model, data, method.key))
-                    runs = seeds(method.on(base), 1 if quick else 5)
-                    yield Cell("test error", base.model, method, runs, printed)
-
-    return cells
-
-
 SIGNS = (
     Method("positive", "all +1", G_SGD.fields),
     Method("common", "±1 at random, one draw for all seeds", {**G_SGD.fields, "init": "skeleton-common-signs"}),
@@ -115,27 +157,53 @@ SIGNS = (
 )
 
 
-def _signs(quick: bool, scores: Scores) -> Iterator[Cell]:
+@experiment(
+    "signs",
+    "Sec. 11.2",
+    "Do the signs of the skeleton weights matter?",
+    "The paper states that they do not and prints no numbers.",
+    "One draw for all seeds has the spread of initial weights and batches alone; a draw per seed adds that "
+    "of the signs.",
+)
+def signs(quick: bool, scores: Scores) -> Iterator[Cell]:
     fashion = FASHION.but(**QUICK_FASHION) if quick else FASHION.but(epochs=30.0)
     for h in (8, 32) if quick else (8, 32, 128):
         for method in SIGNS:
             runs = seeds(method.on(fashion, hidden=(h, h)), 3 if quick else 9)
             yield Cell("MLPs", f"h = {h}", method, runs)
-    base = cifar("plain-34", "cifar10", quick=quick, **({"iterations": 80} if quick else {"iterations": 8000}))
+    base = _short(cifar("plain-34", "cifar10", quick=quick))
     for method in SIGNS:
         yield Cell("plain network", base.model, method, seeds(method.on(base), 1 if quick else 3))
+
+
+@experiment(
+    "resnet-110",
+    "Tab. 5, Fig. 7",
+    "Does the gain of G-SGD last on a deeper network?",
+    "Settings of table-1; [3, 8, 40, 3] basic blocks.",
+)
+def resnet_110(quick: bool, scores: Scores) -> Iterator[Cell]:
+    return _compared(("resnet-110",), (SGD, G_SGD, *CONTROLS), quick)
 
 
 LAMBDAS = tuple(factor * 10.0**-alpha for alpha in (6, 5, 4, 3) for factor in (0.1, 0.2, 0.5))
 
 
-def _regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
+@experiment(
+    "regularization",
+    "Fig. 8, Fig. 9",
+    "Weight decay for SGD against decay of basis paths for G-SGD, each at its best λ.",
+    "λ ∈ {0.1, 0.2, 0.5}·10^-α, α = 3 … 6, chosen on held-out images of CIFAR-10, used on CIFAR-100 too.",
+    "The paper searches all of it; ours are runs of an eighth of the schedule, first 0.2·10^-α, then the "
+    "two λ beside the best of them.",
+)
+def regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
     coarse = (1e-4, 1e-3) if quick else LAMBDAS[1::3]
     part = "grid of λ, {iterations} iterations, validation images"
     searched, chosen = [], []
     for method in (SGD, G_SGD, FROM_SKELETON):
         full = method.on(cifar("resnet-34", "cifar10", quick=quick))
-        short = _held_out(full, quick)
+        short = _held_out(full)
         grid = [seeds(short.but(weight_decay=decay), 1) for decay in coarse]
         found = best(grid, scores)
         if found and not quick:
@@ -154,18 +222,20 @@ def _regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
     yield from chosen
 
 
-def _held_out(recipe: Recipe, quick: bool) -> Recipe:
-    """A short run that is judged on training images it does not see."""
-    return recipe.but(validation=1000 if quick else 5000, iterations=80 if quick else 8000)
-
-
-def _momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
+@experiment(
+    "momentum",
+    "",
+    "Does G-space help the baseline people use: momentum 0.9, weight decay, the usual schedule?",
+    "Every method gets five short runs, judged on held-out training images: three rates with decay 5e-4, "
+    "then two other decays with the best of them.",
+)
+def momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
     rates, decays = ((0.1,), (1e-4,)) if quick else ((0.03, 0.1, 0.3), (1e-4, 2e-3))
     for model in ("plain-34", "resnet-34"):
         base = cifar(model, "cifar10", quick=quick, momentum=0.9, weight_decay=5e-4, lr=0.1)
         for method in (SGD, G_SGD, FROM_SKELETON):
             full = method.on(base)
-            short = _held_out(full, quick)
+            short = _held_out(full)
             part = "grid, {iterations} iterations, validation images"
             by_rate = [seeds(short.but(lr=rate), 1) for rate in rates]
             for runs in by_rate:
@@ -199,9 +269,16 @@ CHAINS = (
 )
 
 
-def _one_chain(quick: bool, scores: Scores) -> Iterator[Cell]:
+@experiment(
+    "one-chain",
+    "Sec. 5.1 (text)",
+    "What makes one chain through all layers of Plain-34 train, and does it beat stage by stage?",
+    "The paper's text has one chain; its authors' code ends it at each stage.",
+    "The best is that of the lowest test error of a short run.",
+)
+def one_chain(quick: bool, scores: Scores) -> Iterator[Cell]:
     base = cifar("plain-34", "cifar10", quick=quick)
-    short = base.but(iterations=80 if quick else 8000)
+    short = _short(base)
     stages = Method("stages", "stage by stage (as in table-1)", G_SGD.fields)
     row = f"{base.model}, {{iterations}} iterations"
     beside = (stages, SGD, FROM_SKELETON)
@@ -212,10 +289,19 @@ def _one_chain(quick: bool, scores: Scores) -> Iterator[Cell]:
         yield Cell("the best of them in full", base.model, method, seeds(method.on(base), 1))
 
 
-def _rates(quick: bool, scores: Scores) -> Iterator[Cell]:
+@experiment(
+    "rates",
+    "",
+    "Is the gain of table-1 a gain of G-space, or of a smaller learning rate?",
+    "Settings of table-1 for 8,000 iterations at rates around the paper's 1.0.",
+    "Before a BatchNorm the authors' rule multiplies gradients by the norm of a row, about 0.2 at the "
+    "start at most taps: if that is all, G-SGD at 1.0 takes the steps of SGD at a smaller rate.",
+    "The best rate is that of the lowest test error of a short run: every method has the same choices.",
+)
+def rates(quick: bool, scores: Scores) -> Iterator[Cell]:
     for model in ("plain-34",) if quick else ("plain-34", "resnet-34"):
         full = cifar(model, "cifar10", quick=quick)
-        short = full.but(iterations=80 if quick else 8000)
+        short = _short(full)
         for method in (SGD, G_SGD, *CONTROLS):
             grid = [seeds(method.on(short, lr=rate), 1) for rate in ((0.3, 1.0) if quick else (0.1, 0.3, 1.0, 3.0))]
             for runs in grid:
@@ -226,128 +312,22 @@ def _rates(quick: bool, scores: Scores) -> Iterator[Cell]:
                 yield Cell("in full, at the best of these rates", full.model, method, runs, None, f"lr {found.lr:g}")
 
 
-def _initial_weights(quick: bool, scores: Scores) -> Iterator[Cell]:
+@experiment(
+    "initial-weights",
+    "",
+    "Is what our SGD lacks beside the paper's a matter of the initial weights?",
+    "The paper names torchvision's ResNet and PyTorch's default methods, which are two: torch draws w of a "
+    "convolution with variance 1/(3·fan-in), torchvision with 2/fan-out. Here it is torchvision's draw, in "
+    "`table-1` and `rates` torch's, which the authors' code has.",
+    "Before a BatchNorm larger weights are a smaller rate: mostly six times the variance, a sixth of lr.",
+)
+def initial_weights(quick: bool, scores: Scores) -> Iterator[Cell]:
     for model in ("plain-34",) if quick else ("plain-34", "resnet-34"):
         base = cifar(model, "cifar10", quick=quick)
         for method in (SGD, G_SGD, *CONTROLS):
             full = method.on(base)
             full = full.but(init="torchvision" if full.init == "default" else f"torchvision-{full.init}")
-            short = full.but(iterations=80 if quick else 8000)
-            yield Cell("short runs", f"{base.model}, {{iterations}} iterations", method, seeds(short, 1))
+            yield Cell("short runs", f"{base.model}, {{iterations}} iterations", method, seeds(_short(full), 1))
             if not quick:
                 printed = TABLE_1.get((model, "cifar10", method.key))
                 yield Cell("in full", base.model, method, seeds(full, 3), printed)
-
-
-EXPERIMENTS: Mapping[str, Experiment] = {
-    experiment.name: experiment
-    for experiment in (
-        Experiment(
-            "table-1",
-            "Tab. 1, Fig. 3",
-            "Does G-SGD reach a lower test error than SGD on Plain-34 and ResNet-34?",
-            (
-                "lr 1.0, ÷10 after 1/2 and 3/4 of 64,000 iterations, batch 128, no momentum, no decay.",
-                "Plain-34's chains end at each stage, as in the authors' code; the paper's text has one chain.",
-                "Inputs are normalized per channel, as in the authors' code; the paper scales them to [0, 1].",
-                "bf16 autocast; the paper states no precision.",
-            ),
-            _compared(("plain-34", "resnet-34"), (SGD, G_SGD, *CONTROLS, STILL)),
-        ),
-        Experiment(
-            "mlp-invariance",
-            "Fig. 4, Tab. 6",
-            "Does the gain of G-SGD over SGD grow with the invariant ratio H/m?",
-            (
-                "[49 : h : h : 10] on 7 × 7 images, lr 0.01, batch 64, 100 epochs. "
-                "H/m is twice what Tab. 6 prints, which is h/m.",
-                "One shared rate can favour either method, so the best rate of each is run too; "
-                "it is chosen on held-out training images.",
-            ),
-            _mlp_invariance,
-        ),
-        Experiment(
-            "path-sgd",
-            "Fig. 5",
-            "Do SGD, Path-SGD and G-SGD differ at the best rate of each?",
-            (
-                "Five hidden layers of 64, rates 10^-α for α = 0 … 10, batch 64, grey images in [0, 1].",
-                "The paper does not say for how long: 50 epochs here. The rate is chosen on held-out training images.",
-            ),
-            _path_sgd,
-        ),
-        Experiment(
-            "signs",
-            "Sec. 11.2",
-            "Do the signs of the skeleton weights matter?",
-            (
-                "The paper states that they do not and prints no numbers.",
-                "One draw for all seeds has the spread of initial weights and batches alone; a draw per seed adds that "
-                "of the signs.",
-            ),
-            _signs,
-        ),
-        Experiment(
-            "resnet-110",
-            "Tab. 5, Fig. 7",
-            "Does the gain of G-SGD last on a deeper network?",
-            ("Settings of table-1; [3, 8, 40, 3] basic blocks.",),
-            _compared(("resnet-110",), (SGD, G_SGD, *CONTROLS)),
-        ),
-        Experiment(
-            "regularization",
-            "Fig. 8, Fig. 9",
-            "Weight decay for SGD against decay of basis paths for G-SGD, each at its best λ.",
-            (
-                "λ ∈ {0.1, 0.2, 0.5}·10^-α, α = 3 … 6, chosen on held-out images of CIFAR-10, used on CIFAR-100 too.",
-                "The paper searches all of it; ours are runs of an eighth of the schedule, first 0.2·10^-α, then the "
-                "two λ beside the best of them.",
-            ),
-            _regularization,
-        ),
-        Experiment(
-            "momentum",
-            "",
-            "Does G-space help the baseline people use: momentum 0.9, weight decay, the usual schedule?",
-            (
-                "Every method gets five short runs, judged on held-out training images: three rates with decay 5e-4, "
-                "then two other decays with the best of them.",
-            ),
-            _momentum,
-        ),
-        Experiment(
-            "one-chain",
-            "Sec. 5.1 (text)",
-            "What makes one chain through all layers of Plain-34 train, and does it beat stage by stage?",
-            (
-                "The paper's text has one chain; its authors' code ends it at each stage.",
-                "The best is that of the lowest test error of a short run.",
-            ),
-            _one_chain,
-        ),
-        Experiment(
-            "rates",
-            "",
-            "Is the gain of table-1 a gain of G-space, or of a smaller learning rate?",
-            (
-                "Settings of table-1 for 8,000 iterations at rates around the paper's 1.0.",
-                "Before a BatchNorm the authors' rule multiplies gradients by the norm of a row, about 0.2 at the "
-                "start at most taps: if that is all, G-SGD at 1.0 takes the steps of SGD at a smaller rate.",
-                "The best rate is that of the lowest test error of a short run: every method has the same choices.",
-            ),
-            _rates,
-        ),
-        Experiment(
-            "initial-weights",
-            "",
-            "Is what our SGD lacks beside the paper's a matter of the initial weights?",
-            (
-                "The paper names torchvision's ResNet and PyTorch's default methods, which are two: torch draws w of a "
-                "convolution with variance 1/(3·fan-in), torchvision with 2/fan-out. Here it is torchvision's draw, in "
-                "`table-1` and `rates` torch's, which the authors' code has.",
-                "Before a BatchNorm larger weights are a smaller rate: mostly six times the variance, a sixth of lr.",
-            ),
-            _initial_weights,
-        ),
-    )
-}
