@@ -52,13 +52,20 @@ def number(value: Any) -> float:
         return float("nan")
 
 
+def require_own(parameters: Iterable[Tensor], model: nn.Module) -> None:
+    mine = {id(p) for p in model.parameters()}
+    for p in parameters:
+        if id(p) not in mine:
+            raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
+
+
 def require_numbers(defaults: Mapping[str, Any]) -> None:
     for name, value in defaults.items():
         if isinstance(value, float | Tensor) and value != value:
             raise ValueError(f"{name} is not a number: {value}")
 
 
-def wanted(example_input: Inputs | None, residual: Residual, pin: Iterable[str]) -> dict[str, Any]:
+def analyze_options(example_input: Inputs | None, residual: Residual, pin: Iterable[str]) -> dict[str, Any]:
     """What of this is to be told to `analyze`."""
     options: dict[str, Any] = {} if example_input is None else {"example_input": example_input}
     options |= {"residual": residual} if residual != "pin" else {}

@@ -20,18 +20,19 @@ from gspace import saved
 from gspace import step as algorithm
 from gspace.analysis import Analysis, Residual
 from gspace.arguments import (
+    analyze_options,
     guards,
     require_model,
     require_numbers,
     require_one_of,
-    wanted,
+    require_own,
     warn_of_other_weights,
     warn_of_zeros,
 )
 from gspace.graph import analyzed
 from gspace.graph.trace import Inputs
-from gspace.hooks import hooked
-from gspace.reference import Reference, are_others, chosen, measured, products
+from gspace.hooks import hooked, loss_of
+from gspace.reference import Reference, are_others, choose_skeleton, measure_reference, products
 from gspace.skeleton import Skeleton
 from gspace.step import BatchNormRule, Layer
 from gspace.watch import Watch, fingerprint
@@ -74,7 +75,7 @@ class GSpaceOptimizer(Optimizer):
         self.max_ratio, self.max_drift = bounds
         self._ready = False
         super().__init__(list(model.parameters()) if params is None else params, defaults)
-        self.analysis = analyzed(model, analysis, wanted(example_input, residual, pin))
+        self.analysis = analyzed(model, analysis, analyze_options(example_input, residual, pin))
         self._wanted = reference
         self._adopt(*self._find_skeleton())
         warn_of_zeros(self.skeleton, type(self).__name__, stacklevel=3)
@@ -86,15 +87,13 @@ class GSpaceOptimizer(Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _find_skeleton(self) -> tuple[Reference, Skeleton]:
-        mine = {id(p) for p in self._parameters() if p.requires_grad}
-        trained = {name for name, p in self.model.named_parameters() if id(p) in mine}
-        return chosen(self.model, self.analysis, self._wanted, trained)
+        return choose_skeleton(self.model, self.analysis, self._wanted, self._parameters())
 
     def _adopt(self, reference: Reference, skeleton: Skeleton) -> None:
         """Takes a skeleton and measures its reference in the weights of now."""
         self.reference, self.skeleton = reference, skeleton
         weights = dict(self.model.named_parameters())
-        self._reference_in, self._reference_out = measured(skeleton, self.analysis, weights, reference)
+        self._reference_in, self._reference_out = measure_reference(skeleton, self.analysis, weights, reference)
         self._place()
         self.incoming, self.outgoing = self._measure()
         self._start = fingerprint(self.model.parameters())
@@ -232,18 +231,13 @@ class GSpaceOptimizer(Optimizer):
         state of parameters that touch units starts again.
         """
         super().add_param_group(param_group)
-        names = {id(p) for p in self.model.parameters()}
-        stranger = next((p for p in self.param_groups[-1]["params"] if id(p) not in names), None)
-        if stranger is not None:
-            self.param_groups.pop()
-            shape = tuple(stranger.shape)
-            raise ValueError(f"params holds a tensor of shape {shape} that is no parameter of the model")
-        if self._ready:
-            try:
+        try:
+            require_own(self.param_groups[-1]["params"], self.model)
+            if self._ready:
                 self._refit()
-            except Exception:
-                self.param_groups.pop()
-                raise
+        except Exception:
+            self.param_groups.pop()
+            raise
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -279,9 +273,7 @@ class GSpaceOptimizer(Optimizer):
         self._place()
         like = self._measure()[0]
         self.incoming, self.outgoing = (own[name].to(like, copy=True) for name in ("incoming", "outgoing"))
-        self._watch.trained = list(
-            own.get("trained", self._watch.trained)
-        )  # what was frozen or thawed since is noticed
+        self._watch.trained = list(own.get("trained", self._watch.trained))  # what was thawed since is noticed
         self._watch.forget()  # the weights may be loaded after this, or before, or never
         self._begun = True
 
@@ -333,10 +325,7 @@ class GSpaceOptimizer(Optimizer):
 
     def _begin(self, closure: Callable[[], Any] | None) -> Any:
         """What comes before every step: the closure, and whether it may be taken."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if not capturing():
             self._check()
             self._refuse_non_finite()

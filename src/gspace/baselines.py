@@ -14,13 +14,14 @@ from torch.optim.optimizer import Optimizer
 
 from gspace import saved
 from gspace.analysis import Analysis, Residual
-from gspace.arguments import require_model, require_numbers, wanted
+from gspace.arguments import analyze_options, require_model, require_numbers, require_own
 from gspace.graph import analyzed
 from gspace.graph.trace import Inputs, unwrap
+from gspace.hooks import loss_of
 from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
 from gspace.pathsum import PathGraph, as_input_of, path_graph
-from gspace.reference import chosen
+from gspace.reference import choose_skeleton
 from gspace.step import Number, plan
 from gspace.watch import fingerprint
 
@@ -115,7 +116,7 @@ class PathSGD(Optimizer):
         # torch's own constructor checks what it shares with us.
         torch.optim.SGD([torch.zeros(1, device="cpu")], **options)
         require_numbers(options)
-        self.interval = interval
+        self.model, self.interval = model, interval
         self._edges: list[Tensor] = []
         super().__init__(list(model.parameters()) if params is None else params, {**options, "steps": 0})
         self.graph = path_graph(model, example_input)
@@ -123,7 +124,6 @@ class PathSGD(Optimizer):
         found = analyzed(model, analysis, {} if alike is None or analysis is not None else {"example_input": alike})
         edges = {e.name for e in found.edges}
         self._edges = [p for name, p in model.named_parameters() if name in edges]
-        self._refuse_strangers()
         trained = self._trained()  # what cannot be summed is refused here, not at the first step
         self._leave_out([p for p, k in zip(trained, path_kappa(self.graph, trained), strict=True) if k is None])
 
@@ -133,7 +133,7 @@ class PathSGD(Optimizer):
     def _leave_out(self, unreached: Sequence[Tensor]) -> None:
         """Parameters that evaluation mode does not run, such as those of an auxiliary head, have no κ."""
         if unreached:
-            names = [name for name, p in self.graph.model.named_parameters() if any(p is u for u in unreached)]
+            names = [name for name, p in self.model.named_parameters() if any(p is u for u in unreached)]
             warnings.warn(
                 f"no path of the network in evaluation mode runs through {', '.join(names)}: plain SGD for them",
                 stacklevel=3,
@@ -142,12 +142,11 @@ class PathSGD(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if hasattr(self, "graph"):  # not while it is made
-            try:
-                self._refuse_strangers()
-            except ValueError:
-                self.param_groups.pop()
-                raise
+        try:
+            require_own(self.param_groups[-1]["params"], self.model)
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch does, but κ keeps the precision it was saved in."""
@@ -168,12 +167,6 @@ class PathSGD(Optimizer):
                     self.state[p]["kappa"] = kappa.to(p.device, copy=True)
 
         saved.load(self, super().load_state_dict, state_dict, take, keep)
-
-    def _refuse_strangers(self) -> None:
-        known = {id(p) for p in self.graph.model.parameters()}
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if id(p) not in known:
-                raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
 
     def _trained(self) -> list[Tensor]:
         """The edges of the network among the parameters."""
@@ -197,10 +190,7 @@ class PathSGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._refresh()
         for group in self.param_groups:
             self._step_group(group)
@@ -253,16 +243,15 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     ) -> None:
         require_model(model)
         super().__init__(list(model.parameters()) if params is None else params, lr, **options)
-        self.model, self.analysis = model, analyzed(model, analysis, wanted(example_input, residual, pin))
+        self.model, self.analysis = model, analyzed(model, analysis, analyze_options(example_input, residual, pin))
         self._choose()
         self._begun = False
 
     def _choose(self) -> None:
         """The free skeleton weights of the network as it is now, `(weight, indices)` by the name of the parameter."""
         weights = dict(self.model.named_parameters())
-        mine = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
-        trained = {name for name, p in weights.items() if id(p) in mine}
-        _, self.skeleton = chosen(self.model, self.analysis, None, trained)
+        mine = [p for group in self.param_groups for p in group["params"]]
+        _, self.skeleton = choose_skeleton(self.model, self.analysis, None, mine)
         name_of = {id(p): name for name, p in self._named().items()}
         self._free: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = {}
         for layer in plan(self.skeleton, weights):
@@ -315,10 +304,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if not self._begun:
             self._begin()
         places = [(weight, tuple(i.to(weight.device) for i in entries)) for weight, entries in self._free.values()]

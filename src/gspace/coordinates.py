@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, Edges
 from gspace.arguments import require_one_of
 from gspace.graph import analyzed
-from gspace.reference import CHOICE, Products, Reference, measured, products, reference_of
+from gspace.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
 from gspace.skeleton import Skeleton, build_skeleton
 from gspace.step import Layer, allocate_skeleton, allocate_weights, plan
 
@@ -90,7 +90,7 @@ def coordinates(
     reference = reference or reference_of(model, found)
     skeleton = build_skeleton(model, found, choice=CHOICE[reference])
     weights = dict(model.named_parameters())
-    reference_in, reference_out = measured(skeleton, found, weights, reference)
+    reference_in, reference_out = measure_reference(skeleton, found, weights, reference)
     layers = tuple(plan(skeleton, weights))
     inside = {layer.edges.name for layer in layers}
     others = tuple(name for name, p in weights.items() if p.requires_grad and name not in inside)

@@ -42,6 +42,14 @@ def hooked(func: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of a step returns; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def step_within(optimizer: Optimizer) -> None:
     """A step inside of another optimizer's: hooks of all optimizers run around that one, and not again here."""
     step = optimizer.step

@@ -4,7 +4,7 @@ A pair of products is ((log|I|, sign I), (log|O|, sign O)), `(H + 1,)` each.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -28,19 +28,22 @@ def reference_of(model: nn.Module, analysis: Analysis) -> Reference:
     return "one" if skeleton.H > 0 and bool((free.abs() == 1).all()) else "balanced"
 
 
-def chosen(
-    model: nn.Module, analysis: Analysis, wanted: Reference | None, trained: set[str]
+def choose_skeleton(
+    model: nn.Module, analysis: Analysis, wanted: Reference | None, parameters: Iterable[Tensor]
 ) -> tuple[Reference, Skeleton]:
-    """The reference and skeleton of an optimizer of the parameters `trained`.
+    """The reference and skeleton of an optimizer of these parameters.
 
     If none is wanted: as `reference_of`, but "one" only if path values are near it. Steps are divided by their squares.
     """
     reference = wanted or reference_of(model, analysis)
+    mine = {id(p) for p in parameters if p.requires_grad}
+    trained = {name for name, p in model.named_parameters() if id(p) in mine}
     skeleton = build_skeleton(model, analysis, choice=CHOICE[reference], trained=trained)
     if wanted is None and reference == "one":
         (log_in, _), (log_out, _) = products(skeleton, dict(model.named_parameters()))
         if bool(((log_in + log_out).abs() > math.log(FAR)).any()):
-            return chosen(model, analysis, "balanced", trained)
+            reference = "balanced"
+            skeleton = build_skeleton(model, analysis, choice=CHOICE[reference], trained=trained)
     return reference, skeleton
 
 
@@ -51,7 +54,9 @@ def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> Products:
 
 
 @torch.no_grad()
-def measured(skeleton: Skeleton, analysis: Analysis, weights: Mapping[str, Tensor], reference: Reference) -> Products:
+def measure_reference(
+    skeleton: Skeleton, analysis: Analysis, weights: Mapping[str, Tensor], reference: Reference
+) -> Products:
     """I_ref and O_ref in the weights of now."""
     (log_in, sign_in), (log_out, sign_out) = products(skeleton, weights)
     if reference == "one":

@@ -20,6 +20,7 @@ from torch import Tensor
 from gspace.devices import on_cpu
 from gspace.fast.network import Given, Groups, Task
 from gspace.step import row_norms
+from gspace.watch import fingerprint
 
 BLOCK = 1 << 16  # elements of a weight that stay in the cache between two operations
 
@@ -79,7 +80,7 @@ class ForeachStep:
         self._plan_sums()
         self._plan_entries()
         self.seen: list[tuple[int, int]] = []
-        self.behind_seen = (0, 0)
+        self.outgoing_seen = (0, 0)
 
     def _pairs(self) -> list[tuple[Tensor, Any]]:
         return [(w, layer.edges) for layer, w in zip(self.layers, self.weights, strict=True)]
@@ -164,12 +165,12 @@ class ForeachStep:
 
     def _follow(self, outgoing: Tensor) -> None:
         """Reads what only others change: skeleton entries, and factors of rows."""
-        if self._now() != self.seen:
+        if fingerprint(self.weights) != self.seen:
             self.views = [self._view(k, w.detach()) for k, w in enumerate(self.weights)]
             for e in self.entries:
                 torch.take(self.weights[e.layer], e.place, out=e.value)
-        if (id(outgoing), outgoing._version) != self.behind_seen:
-            self.behind_seen = (id(outgoing), outgoing._version)
+        if (id(outgoing), outgoing._version) != self.outgoing_seen:
+            self.outgoing_seen = (id(outgoing), outgoing._version)
             self.out_roots = outgoing[self.root_units]
             inverse = 1 / outgoing
             self.rows = [
@@ -177,55 +178,52 @@ class ForeachStep:
                 for layer, view, bare in zip(self.layers, self.views, self.bare, strict=True)
             ]
             self.rows_twice = [x * x for x in self.rows]
-            self.positive = [bool((x == 1).all()) for x in self.rows]
-            self.plain = [bool((x == 1).all()) for x in self.rows_twice]
+            self.rows_are_one = [bool((x == 1).all()) for x in self.rows]
+            self.rows_twice_are_one = [bool((x == 1).all()) for x in self.rows_twice]
             self.tame = _tame(outgoing)
-
-    def _now(self) -> list[tuple[int, int]]:
-        return [(w._version, w.data_ptr()) for w in self.weights]
 
     # One step ---------------------------------------------------------------------------------------------------------
 
     def step(self, given: Given) -> bool:
         """Moves weights, buffers and `incoming` in place; False, and nothing moved, if a sum is not finite."""
-        groups, grads, buffers, fresh, incoming, outgoing, root_buffer, root_fresh = given
-        self._follow(outgoing)
-        here = [torch.zeros_like(w) if g is None else g for w, g in zip(self.weights, grads, strict=True)]
-        views = [g if bare else self._view(k, g) for k, (g, bare) in enumerate(zip(here, self.bare, strict=True))]
-        of_layer = [groups[i] for i in self.groups]
+        incoming = given.incoming
+        self._follow(given.outgoing)
+        grads = [torch.zeros_like(w) if g is None else g for w, g in zip(self.weights, given.grads, strict=True)]
+        grad_views = [g if bare else self._view(k, g) for k, (g, bare) in enumerate(zip(grads, self.bare, strict=True))]
+        of_layer = [given.groups[i] for i in self.groups]
         norms = {k: row_norms(self.views[k], self.rule) for k in self.normal}
-        if not self._reduce(views, here, norms):
+        if not self._reduce(grad_views, grads, norms):
             return False
-        self._move_roots(groups, norms, incoming, root_buffer, root_fresh)
-        at_once = root_buffer is None and self.tame and _tame(incoming)  # g/(Ĩ·Õ)², where that is in range
+        self._move_roots(given.groups, norms, incoming, given.root_buffer, given.root_fresh)
+        at_once = given.root_buffer is None and self.tame and _tame(incoming)  # g/(Ĩ·Õ)², where that is in range
         self._factors(incoming, twice=at_once)
         rates = [float(group["lr"]) for group in of_layer]
         if not at_once:
-            directions = self._directions(views, of_layer, norms, incoming, buffers, fresh)
-            self._update(directions, rates, self.rows, self.positive)
+            directions = self._directions(grad_views, of_layer, norms, incoming, given.buffers, given.fresh)
+            self._update(directions, rates, self.rows, self.rows_are_one)
         else:
-            directions = [g * norms[k] if k in norms else g for k, g in enumerate(views)]
+            directions = [g * norms[k] if k in norms else g for k, g in enumerate(grad_views)]
             for k, group in enumerate(of_layer):
                 if group["weight_decay"] != 0:
                     self.views[k].mul_(1 - rates[k] * float(group["weight_decay"]))
                 if group["maximize"]:
                     rates[k] = -rates[k]
-            self._update(directions, rates, self.rows_twice, self.plain)
+            self._update(directions, rates, self.rows_twice, self.rows_twice_are_one)
         incoming.mul_(self.ratio)
-        self.seen = self._now()
+        self.seen = fingerprint(self.weights)
         return True
 
-    def _reduce(self, views: Sequence[Tensor], grads: Sequence[Tensor], norms: Mapping[int, Tensor]) -> bool:
+    def _reduce(self, grad_views: Sequence[Tensor], grads: Sequence[Tensor], norms: Mapping[int, Tensor]) -> bool:
         """Inverse chain rule: q of the roots into `flow`. Sums of w·g are finite only if every gradient is."""
         weighted = norms if self.rule == "paper" else {}
         for k, product in self.product.items():
-            torch.mul(self.views[k], views[k], out=product)
+            torch.mul(self.views[k], grad_views[k], out=product)
         for k in weighted.keys() & self.product.keys():
             self.product[k].mul_(weighted[k])
         for stack, dims, sums in self.stacks:
             torch.sum(stack, dims, out=sums)
         for k, sums in self.large.items():
-            self._sum_blocks(k, views[k], weighted.get(k), sums)
+            self._sum_blocks(k, grad_views[k], weighted.get(k), sums)
         torch.index_select(self.products, 0, self.gather, out=self.gathered)
         for e in self.entries:
             if e.layer not in self.product:
@@ -235,7 +233,7 @@ class ForeachStep:
         self.flow.zero_().index_add_(0, self.sums_to, self.sums, alpha=-1).index_add_(0, self.entries_to, self.flows)
         total = self.flow.sum().item()
         for k in self.rest:
-            total += views[k].sum().item()
+            total += grad_views[k].sum().item()
         return math.isfinite(total)
 
     def _sum_blocks(self, k: int, g: Tensor, norm: Tensor | None, sums: Tensor) -> None:
@@ -272,7 +270,10 @@ class ForeachStep:
         else:
             torch.addcdiv(self.one, d, value, value=-lr, out=raw)
         bound, drift = self.max_ratio, self.max_drift
-        torch.clamp(raw, 1 / bound, bound, out=ratio) if bound != math.inf else ratio.copy_(raw)
+        if bound == math.inf:
+            ratio.copy_(raw)
+        else:
+            torch.clamp(raw, 1 / bound, bound, out=ratio)
         if drift != math.inf:
             size = value.abs_()
             low, high = size.clamp(max=1 / drift).div_(size), size.clamp(min=drift).div_(size)
@@ -340,7 +341,10 @@ class ForeachStep:
                 d.addcdiv_(self.views[k], inverse, value=float(group["weight_decay"]))
             if buffer is not None:
                 old = self._view(k, buffer)
-                old.copy_(d) if fresh[k] else old.mul_(group["momentum"]).add_(d, alpha=1 - group["dampening"])
+                if fresh[k]:
+                    old.copy_(d)
+                else:
+                    old.mul_(group["momentum"]).add_(d, alpha=1 - group["dampening"])
                 d = d.add_(old, alpha=group["momentum"]) if group["nesterov"] else old
             result.append(d)
         return result

@@ -145,11 +145,9 @@ class NativeStep:
 
     def step(self, given: Given) -> bool:
         """Moves parameters, buffers and coordinates in place; False, and nothing moved, if a gradient is not finite."""
-        groups, grads, buffers, fresh, incoming, outgoing, root_buffer, root_fresh = given
-        header, hyper = (
-            array("q", [*addresses(grads), *addresses(buffers), *fresh]),
-            hyper_parameters(groups, read=True),
-        )
+        incoming, outgoing, root_buffer = given.incoming, given.outgoing, given.root_buffer
+        header = array("q", [*addresses(given.grads), *addresses(given.buffers), *given.fresh])
+        hyper = hyper_parameters(given.groups, read=True)
         self.plan.threads = min(torch.get_num_threads(), self.most_threads)
         taken = self.call(
             self.address,
@@ -158,7 +156,7 @@ class NativeStep:
             incoming.data_ptr(),
             outgoing.data_ptr(),
             0 if root_buffer is None else root_buffer.data_ptr(),
-            root_fresh,
+            given.root_fresh,
         )
         if taken:
             torch.autograd.graph.increment_version((*self.network.parameters, incoming, outgoing))
