@@ -14,7 +14,7 @@ depth fits into float32. The exponent is a constant to autograd, which is right:
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,6 +92,14 @@ class Call:
 
 
 Rule = Callable[..., Any]
+CHOSEN = object()  # stands for the indices of maxima, which are not those of the pass of ones
+
+
+class Extremum(NamedTuple):
+    """What `max` and `min` over a dimension return."""
+
+    values: Power
+    indices: object
 
 
 def common(*powers: Power) -> Tensor:
@@ -263,7 +271,7 @@ def windows(call: Call, x: Power, *args: Any, **kwargs: Any) -> Any:
     for i, factor in enumerate(factors):
         values = torch.tensordot(values, factor, dims=([i - dims], [0])).movedim(-1, i - dims)
     result = replace(x, values=values * total.abs().pow(call.p)).renormalized()
-    return (result, None) if pair else result
+    return (result, CHOSEN) if pair else result
 
 
 def mean(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
@@ -290,7 +298,7 @@ def largest(call: Call, x: Power, dim: Any = None, keepdim: bool = False, **kwar
     dim = kwargs.get("axis", dim)
     values = x.values.sum() if dim is None else x.values.sum(dim, keepdim)
     result = replace(x, values=values).renormalized()
-    return (result, None) if call.name in ("max", "min") and dim is not None else result
+    return Extremum(result, CHOSEN) if call.name in ("max", "min") and dim is not None else result
 
 
 def leaky(call: Call, x: Power, slope: Any = 0.01, *args: Any, **kwargs: Any) -> Power:

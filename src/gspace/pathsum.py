@@ -17,7 +17,7 @@ from gspace.graph.layers import NOT_HOMOGENEOUS, flatten_arguments, pinned
 from gspace.graph.operations import FUNCTIONS, MODULES
 from gspace.graph.trace import Inputs, Traced, refuse_lazy, trace, unwrap
 from gspace.graph.walk import canonical, in_place
-from gspace.pathrules import RULES, Call, PathError, Power, common, copied, moved, pad, power, same, windows
+from gspace.pathrules import CHOSEN, RULES, Call, PathError, Power, common, copied, moved, pad, power, same, windows
 
 # What the sum over paths needs to know of a module beyond what the rescaling needs.
 _ALSO = {"batch_norm": ("eps",), "leaky_relu": ("negative_slope",), "rrelu": ("lower", "upper")}
@@ -172,7 +172,8 @@ class _Pass:
         if node.op == "call_module":
             return self._module(node, traced.module.get_submodule(str(node.target)), args, kwargs)
         run = node.target if node.op == "call_function" else lambda x, *a, **k: getattr(x, str(node.target))(*a, **k)
-        if not any(isinstance(x, Power) for x in flatten_arguments([args, kwargs])) or _picks(node, args):
+        known = not any(isinstance(x, Power) or x is CHOSEN for x in flatten_arguments([args, kwargs]))
+        if known or _picks(node, args):
             try:
                 return run(*args, **kwargs)  # type: ignore[operator]
             except (TypeError, AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
@@ -202,6 +203,8 @@ class _Pass:
 
     def _apply(self, call: Call, args: Any, kwargs: Any) -> Any:
         rule = RULES.get(call.name)
+        if any(x is CHOSEN for x in flatten_arguments([args, kwargs])):
+            raise call.refuse("which entries are chosen depends on the input")
         if rule is None:
             raise call.refuse(NOT_HOMOGENEOUS if FUNCTIONS.get(call.name) is pinned else "no rule is known for it")
         try:
@@ -243,5 +246,5 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _picks(node: fx.Node, args: Any) -> bool:
-    """Indexing a tuple or dict of activations, rather than an activation."""
-    return node.target is operator.getitem and not isinstance(args[0], Power)
+    """Reads an entry or field of several activations, rather than of one."""
+    return node.target in (operator.getitem, getattr) and not (isinstance(args[0], Power) or args[0] is CHOSEN)

@@ -74,6 +74,8 @@ def attribute(walk: Walk, x: Any, name: str) -> Any:
         "dtype": lambda w, v: None if isinstance(v, Activation) and not v.grounded else DType(),
         "ndim": lambda w, v: len(v.shape) if v.shape else Size(),
         "requires_grad": lambda w, v: None,
+        "values": lambda w, v: v[0],  # of max, min over a dimension
+        "indices": lambda w, v: v[1],
     }
     return rules[name](walk, x) if name in rules else opaque(walk, x, reason=f"its attribute {name!r} is read")
 
