@@ -199,6 +199,10 @@ def weighted(call: Call, x: Any, weight: Any, bias: Any = None, *args: Any, **kw
     return Power(call.run(values, weight.values, bias.at(common), *args, **kwargs), common).renormalized()
 
 
+def _along_channels(t: Tensor, x: Power) -> Tensor:
+    return t.reshape([1, x.values.shape[1]] + [1] * (x.values.dim() - 2))
+
+
 def batch_norm(
     call: Call,
     x: Power,
@@ -215,11 +219,10 @@ def batch_norm(
     """(x + |mean|^p)·|γ|^p/σ^p + |β|^p, σ² = running variance + ε."""
     if training or mean is None or var is None:
         raise call.refuse("it has no running statistics, so its scale depends on the batch")
-    shape = [1, -1] + [1] * (x.values.dim() - 2)
 
     def per_channel(t: Any) -> Power:
         t = call.raised(t)
-        return replace(t, values=t.values.reshape(shape))
+        return replace(t, values=_along_channels(t.values, x))
 
     result = add(call, x, per_channel(mean))
     result = product(call, result, per_channel((var.double() + eps).rsqrt().to(x.values.dtype)))
@@ -306,7 +309,7 @@ def leaky(call: Call, x: Power, slope: Any = 0.01, *args: Any, **kwargs: Any) ->
     slope = call.raised(kwargs.get("negative_slope", slope))
     size = slope.at(torch.zeros_like(slope.exponent)).clamp(min=1)
     if size.numel() > 1:
-        size = size.reshape([1, -1] + [1] * (x.values.dim() - 2))
+        size = _along_channels(size, x)
     return replace(x, values=x.values * size)
 
 

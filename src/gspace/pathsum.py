@@ -50,7 +50,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
     Args:
         model: Any module without forward hooks.
         example_input: A batch the model accepts; only shapes are read. Without one, the model must begin with a linear
-            layer, whose width says what a sample is.
+            layer, whose width says what a sample is, and not tell a vector from a sequence of one.
 
     Raises:
         PathError: The shape of a sample is not known.
@@ -63,7 +63,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
     example_input = as_input_of(model, example_input)
     traced = trace(model, example_input)[-1]  # the last is that of evaluation mode
     if example_input is None:
-        return PathGraph(model, traced, (torch.empty(_input_shape(traced), device="meta"),), 1)
+        return _unambiguous(model, traced, _width(traced))
     if not isinstance(traced.module, fx.GraphModule):
         return PathGraph(model, traced, _shapes(example_input, 1), 1)
     batch = next((x.shape[0] for x in flatten_arguments(example_input) if isinstance(x, Tensor) and x.dim()), 1)
@@ -87,14 +87,42 @@ def _shapes(inputs: Any, batch: int | None) -> Any:
     return pytree.tree_map_only(Tensor, sample, inputs)
 
 
-def _input_shape(traced: Traced) -> torch.Size:
+def _unambiguous(model: nn.Module, traced: Traced, width: int) -> PathGraph:
+    """The graph along one vector, unless the model also reads a sequence of one vector and has another sum there.
+
+    Both sums are polynomials in the weights. They are compared at random ones, where different polynomials differ.
+    Where they are the same, the sum is that of a sequence too, and has its invariance.
+    """
+    vector, sequence = (
+        PathGraph(model, traced, (torch.empty(1, *more, width, device="meta"),), 1) for more in ((), (1,))
+    )
+    generator = torch.Generator().manual_seed(0)
+    weights = {id(p): torch.rand(p.shape, generator=generator, device="cpu").to(p.device) for p in model.parameters()}
+    powers = {key: Power(0.5 + w, w.new_zeros(()), activation=False) for key, w in weights.items()}
+    with torch.no_grad():
+        one = vector.sum(1, powers)
+        try:
+            other = sequence.sum(1, powers)
+        except (ValueError, ArithmeticError):  # such an input the model does not accept
+            return vector
+        exponent = common(one, other)
+        # 250 layers of float32 roundings are some 1e-6.
+        if torch.allclose(one.at(exponent), other.at(exponent), rtol=1e-4, atol=0):
+            return vector
+    raise PathError(
+        "the sum over paths depends on whether a sample is a vector or a sequence of them: "
+        "pass example_input= (a batch the model accepts)"
+    )
+
+
+def _width(traced: Traced) -> int:
     """Width of the linear layer the model begins with."""
     inputs = [n for n in traced.graph.nodes if n.target is operator.getitem and n.args[0].op == "placeholder"]
     for node in traced.graph.nodes if len(inputs) < 2 else ():
         if node.op == "call_module":
             module = traced.module.get_submodule(str(node.target))
             if isinstance(module, nn.Linear):
-                return torch.Size([1, module.in_features])
+                return module.in_features
             if any(True for _ in module.parameters()):
                 break
     raise PathError(
