@@ -4,7 +4,7 @@ A rule takes the walk and the abstract arguments of a call (`Activation`, `Weigh
 values) and returns the abstract result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,21 @@ import torch
 from torch import Tensor
 
 from gspace.graph.movement import UNKNOWN_RANK, UNKNOWN_SIZE
-from gspace.graph.spaces import Activation, Buffer, DType, Norm, Parts, Size, Walk, Weight, along, grounded
+from gspace.graph.spaces import (
+    Activation,
+    Buffer,
+    DType,
+    Norm,
+    Parts,
+    Rule,
+    Size,
+    Walk,
+    Weight,
+    along,
+    grounded,
+    ranked,
+)
 
-Rule = Callable[..., Any]
 NOT_HOMOGENEOUS = "it is not positively homogeneous"
 
 
@@ -93,9 +105,9 @@ def _as_activation(walk: Walk, value: Any) -> Activation:
 def _broadcast(a: Activation, b: Activation) -> Activation:
     """Space of a pointwise result, given that ids agree: those of the operand that is not ground, over both shapes."""
     main, other = (b, a) if a.grounded and not b.grounded else (a, b)
-    if main.ids is None or main.shape is None:
+    if not ranked(main):
         return main
-    if other.ids is None or other.shape is None:  # it may have more dimensions, in front
+    if not ranked(other):  # it may have more dimensions, in front
         return replace(main, loose=True)
     rank = max(len(main.shape), len(other.shape))
     pad_main, pad_other = (1,) * (rank - len(main.shape)) + main.shape, (1,) * (rank - len(other.shape)) + other.shape
@@ -191,7 +203,7 @@ def _diagonal(walk: Walk, x: Activation, scale: Weight) -> Activation:
     if axis is None and all(s == 1 for s in scale.shape):
         walk.misuse(scale, "also one factor for many channels, which no scale changes")
         return x
-    if axis is None or x.ids is None or x.shape is None or x.spread or x.ids.dim() < -axis:
+    if axis is None or not ranked(x) or x.spread or x.ids.dim() < -axis:
         return opaque(walk, x, scale, reason="multiplied by a parameter that is not one value per unit")
     n = scale.shape[axis]
     tail, head = walk.channels(x, axis, n), walk.fresh(n)
@@ -236,9 +248,8 @@ def linear(walk: Walk, x: Any, weight: Any, bias: Any = None) -> Activation:
     head = walk.fresh(out)
     walk.weight(weight, head, walk.channels(x, -1, n), groups=1)
     _add_bias(walk, head, bias)
-    rank = 2 if x.ids is None else x.ids.dim()
-    shape = ((None,) if x.shape is None else x.shape[:-1]) + (out,)
-    return Activation(along(head, rank, -1), shape, loose=x.ids is None or x.loose)
+    lead = x.shape[:-1] if ranked(x) else (None,)
+    return Activation(along(head, len(lead) + 1, -1), (*lead, out), loose=not ranked(x) or x.loose)
 
 
 def matmul(walk: Walk, x: Any, y: Any) -> Activation:
@@ -318,7 +329,7 @@ def pool(dims: int, adaptive: bool = False) -> Rule:
     def rule(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, Activation):
             return opaque(walk, x)
-        if x.ids is None or x.shape is None:
+        if not ranked(x):
             return Activation()
         if x.spread or any(n > 1 for n in x.ids.shape[-dims:]):
             walk.pin(x, "pooled over the dimension that holds these units")
@@ -352,7 +363,7 @@ def reduce(walk: Walk, x: Any, dim: Any = None, keepdim: bool = False, **kwargs:
     if "dtype" in kwargs:  # sum(dtype=torch.long) rounds
         x = cast(walk, x, kwargs["dtype"])
     dim = kwargs.get("axis", dim)
-    if x.ids is None or x.shape is None:
+    if not ranked(x):
         return Activation()
     if x.spread:
         return opaque(walk, x, reason=UNKNOWN_SIZE)
@@ -382,7 +393,7 @@ def extremum(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 def pixel_shuffle(walk: Walk, x: Activation, upscale_factor: int) -> Activation:
     """The factor² channels that fill one output channel are tied."""
-    if x.ids is None or x.shape is None or x.shape[-3] is None or x.ids.numel() not in (1, x.shape[-3]):
+    if not ranked(x) or x.shape[-3] is None or x.ids.numel() not in (1, x.shape[-3]):
         return opaque(walk, x)
     ids = walk.channels(x, -3, x.shape[-3]).reshape(-1, upscale_factor**2)
     walk.tie(ids[:, :1], ids)
@@ -391,7 +402,7 @@ def pixel_shuffle(walk: Walk, x: Activation, upscale_factor: int) -> Activation:
 
 def pixel_unshuffle(walk: Walk, x: Activation, downscale_factor: int) -> Activation:
     """Every channel becomes factor² channels of its unit."""
-    if x.ids is None or x.shape is None or x.shape[-3] is None or x.ids.numel() not in (1, x.shape[-3]):
+    if not ranked(x) or x.shape[-3] is None or x.ids.numel() not in (1, x.shape[-3]):
         return opaque(walk, x)
     ids = walk.channels(x, -3, x.shape[-3]).repeat_interleave(downscale_factor**2)
     return Activation(along(ids, x.ids.dim(), -3), (*x.shape[:-3], len(ids), None, None))

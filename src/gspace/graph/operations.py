@@ -12,7 +12,6 @@ from torch import nn
 
 from gspace.graph import movement
 from gspace.graph.layers import (
-    Rule,
     add,
     batch_norm,
     cast,
@@ -39,7 +38,7 @@ from gspace.graph.layers import (
     same,
     threshold,
 )
-from gspace.graph.spaces import Activation, Buffer, DType, Parts, Size, Walk, Weight, grounded
+from gspace.graph.spaces import Activation, Buffer, DType, Parts, Rule, Size, Walk, Weight, grounded, ranked
 
 # Sizes ----------------------------------------------------------------------------------------------------------------
 
@@ -126,7 +125,7 @@ def repeat(walk: Walk, x: Any, *times: Any) -> Activation:
     """Copies side by side along every dimension; where the id does not change, any number of them."""
     if not isinstance(x, Activation) or x.loose or x.spread:
         return opaque(walk, x, times, reason=movement.UNKNOWN_RANK)
-    if x.ids is None or x.shape is None:
+    if not ranked(x):
         return Activation()
     listed = list(times[0]) if isinstance(times[0], (tuple, list)) else list(times)
     more = len(listed) - len(x.shape)
@@ -143,7 +142,7 @@ def index_select(walk: Walk, x: Any, dim: int, index: Any) -> Activation:
     if not (isinstance(x, Activation) and isinstance(index, (Activation, Buffer)) and index.shape is not None):
         return opaque(walk, x, index, reason=movement.UNKNOWN_SIZE)
     opaque(walk, index, reason="used as indices")
-    if x.ids is None or x.shape is None:
+    if not ranked(x):
         return Activation()
     if x.loose or x.spread or x.shape[dim % len(x.shape)] is None:
         return opaque(walk, x, reason=movement.UNKNOWN_SIZE)
