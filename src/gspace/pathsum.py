@@ -120,7 +120,7 @@ def _width(traced: Traced) -> int:
     inputs = [n for n in traced.graph.nodes if n.target is operator.getitem and n.args[0].op == "placeholder"]
     for node in traced.graph.nodes if len(inputs) < 2 else ():
         if node.op == "call_module":
-            module = traced.module.get_submodule(str(node.target))
+            module = traced.called(node)
             if isinstance(module, nn.Linear):
                 return module.in_features
             if any(True for _ in module.parameters()):
@@ -143,12 +143,12 @@ class _Pass:
 
     def run(self) -> Power:
         nodes: dict[fx.Node, Any] = {}
-        supplied = iter(self._inputs())
+        traced, supplied = self.graph.traced, iter(self._inputs())
         with torch.autocast(self.device.type, enabled=False):
-            for node in self.graph.traced.graph.nodes:
+            for node in traced.graph.nodes:
                 nodes[node] = self._node(node, nodes, supplied)
                 if node.op in ("call_method", "call_function") and node.all_input_nodes and in_place(node.target):
-                    _refuse_stale_views(node)
+                    _refuse_stale_views(traced, node)
                     nodes[node.all_input_nodes[0]] = nodes[node]
         outputs = [x for x in flatten_arguments(nodes[node]) if isinstance(x, Power)]
         if not outputs:
@@ -193,12 +193,11 @@ class _Pass:
         if node.op == "placeholder":
             return self._constant(traced.tensors[node.name]) if node.name in traced.tensors else next(supplied)
         if node.op == "get_attr":
-            owner, _, name = str(node.target).rpartition(".")
-            return self._constant(getattr(traced.module.get_submodule(owner), name))
+            return self._constant(traced.attribute(node))
         if node.op == "output":
             return args
         if node.op == "call_module":
-            return self._module(node, traced.module.get_submodule(str(node.target)), args, kwargs)
+            return self._module(node, traced.called(node), args, kwargs)
         run = node.target if node.op == "call_function" else lambda x, *a, **k: getattr(x, str(node.target))(*a, **k)
         known = not any(isinstance(x, Power) or x is CHOSEN for x in flatten_arguments([args, kwargs]))
         if known or _picks(node, args):
@@ -206,12 +205,12 @@ class _Pass:
                 return run(*args, **kwargs)  # type: ignore[operator]
             except (TypeError, AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
                 raise PathError(
-                    f"no sum over paths: {_where(node)} fails on inputs of these sizes ({error}). "
+                    f"no sum over paths: {_where(traced, node)} fails on inputs of these sizes ({error}). "
                     "Pass example_input=, a batch the model accepts."
                 ) from error
         if "input" in kwargs:
             args = (kwargs["input"], *args)
-        call = Call(self.p, canonical(node.target), _where(node), run, self.raised)  # type: ignore[arg-type]
+        call = Call(self.p, canonical(node.target), _where(traced, node), run, self.raised)  # type: ignore[arg-type]
         return self._apply(call, args, {key: value for key, value in kwargs.items() if key != "input"})
 
     def _module(self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -221,7 +220,7 @@ class _Pass:
             given = {key: t for key, t in (("weight", weight), ("bias", bias)) if t is not None}
             return torch.func.functional_call(module, given, (x, *args[1:]), kwargs)
 
-        call = Call(self.p, name, _where(node), run, self.raised)
+        call = Call(self.p, name, _where(self.graph.traced, node), run, self.raised)
         if arguments is None:
             raise call.refuse("no rule is known for it")
         held = {**arguments(module), **{key: getattr(module, key) for key in _ALSO.get(name, ())}}
@@ -241,14 +240,12 @@ class _Pass:
             raise call.refuse(f"called in a way no rule is known for ({error})") from error
 
 
-def _where(node: fx.Node) -> str:
-    """The innermost module a node lies in, and the node."""
-    stack = [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
-    path = str(node.target) if node.op == "call_module" else stack[-1] if stack else ""
-    return repr(path.removeprefix("model").removeprefix(".") or node.name)
+def _where(traced: Traced, node: fx.Node) -> str:
+    """The innermost module a node lies in, or the node."""
+    return repr(next(reversed(traced.within(node)), "") or node.name)
 
 
-def _refuse_stale_views(node: fx.Node) -> None:
+def _refuse_stale_views(traced: Traced, node: fx.Node) -> None:
     """What is written changes every other name of the memory, too: refused if one of them is read again."""
     if RULES.get(canonical(node.target)) is same:
         return
@@ -264,7 +261,9 @@ def _refuse_stale_views(node: fx.Node) -> None:
         names += [user for user in name.users if _is_view(user) and user not in later]
     for name in names:
         if name is not written and not later.isdisjoint(name.users):
-            raise PathError(f"{_where(node)} writes through a view of {name.name!r}, which is read later: write a copy")
+            raise PathError(
+                f"{_where(traced, node)} writes through a view of {name.name!r}, which is read later: write a copy"
+            )
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -51,6 +51,22 @@ class Traced:
     prefix: str = ""
     footprints: Footprints | None = None
 
+    def attribute(self, node: fx.Node) -> Any:
+        """What a `get_attr` node reads."""
+        owner, _, name = str(node.target).rpartition(".")
+        return getattr(self.module.get_submodule(owner), name)
+
+    def called(self, node: fx.Node) -> nn.Module:
+        """What a `call_module` node calls."""
+        return self.module.get_submodule(str(node.target))
+
+    def within(self, node: fx.Node) -> list[str]:
+        """Names of the modules a node lies in, outermost first."""
+        paths = [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
+        if node.op == "call_module" and str(node.target) not in paths:
+            paths.append(str(node.target))
+        return [path.removeprefix(self.prefix).removeprefix(".") for path in paths]
+
     def signature(self) -> tuple[str, ...]:
         """All operations with their arguments and constants, in words."""
         held = [n.target for n in self.graph.nodes if n.op == "get_attr" and "_tensor_constant" in str(n.target)]
