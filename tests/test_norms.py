@@ -17,7 +17,7 @@ import zoo
 from cases import CASES, Case
 from gspace.coordinates import coordinates, displaced, path_values, unflatten
 from gspace.graph.operations import FUNCTIONS
-from gspace.graph.trace import Traced
+from gspace.graph.traced import Traced
 from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.optim import GSGD
 from gspace.pathrules import RULES, PathError

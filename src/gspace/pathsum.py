@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from gspace.graph.layers import NOT_HOMOGENEOUS, flatten_arguments, pinned
 from gspace.graph.operations import FUNCTIONS, MODULES
-from gspace.graph.trace import Inputs, Traced, refuse_lazy, trace, unwrap
+from gspace.graph.trace import trace
+from gspace.graph.traced import Inputs, Traced, refuse_lazy, unwrap
 from gspace.graph.walk import canonical, in_place
 from gspace.pathrules import CHOSEN, RULES, Call, PathError, Power, common, copied, moved, pad, power, same, windows
 

@@ -15,7 +15,7 @@ from gspace.graph.footprints import Footprints
 from gspace.graph.layers import flatten_arguments, linear, opaque
 from gspace.graph.operations import FUNCTIONS, INPLACE, MODULES
 from gspace.graph.spaces import Activation, Buffer, Parts, Walk, Weight, grounded
-from gspace.graph.trace import Traced
+from gspace.graph.traced import Traced
 
 # F.threshold calls itself so; `y += z` is an addition that also writes.
 _ALIASES = {"_threshold": "threshold", "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}
