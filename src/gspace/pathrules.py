@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gspace.graph.layers import NOT_HOMOGENEOUS, flatten_arguments
+from gspace.graph.arithmetic import NOT_HOMOGENEOUS, flatten_arguments
 from gspace.graph.operations import CASTS, COPIES, LIKE, POINTWISE
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from gspace.graph.layers import NOT_HOMOGENEOUS, flatten_arguments, pinned
+from gspace.graph.arithmetic import NOT_HOMOGENEOUS, flatten_arguments, pinned
 from gspace.graph.operations import FUNCTIONS, MODULES
 from gspace.graph.trace import trace
 from gspace.graph.traced import Inputs, Traced, refuse_lazy, unwrap

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspace.graph.arithmetic import opaque
 from gspace.graph.spaces import (
+    UNKNOWN_RANK,
+    UNKNOWN_SIZE,
     Activation,
     Buffer,
     Parts,
@@ -28,8 +31,6 @@ from gspace.graph.spaces import (
     ranked,
 )
 
-UNKNOWN_SIZE = "its sizes are not known in a symbolic trace; pass example_input to release these units"
-UNKNOWN_RANK = "its rank is not known in a symbolic trace; pass example_input to release these units"
 _BATCH = 3  # stands for an unknown batch size while ids are reshaped; a view that splits the batch then shows
 
 
@@ -409,3 +410,43 @@ def pad(
             return _lost(walk, x, "padded along the dimension that holds these units", tuple(shape))
         ids = along(torch.cat([walk.fresh(low), ids.reshape(-1).expand(size), walk.fresh(high)]), ids.dim(), d)
     return Activation(ids, tuple(shape), x.spread)
+
+
+def channel_shuffle(walk: Walk, x: Any, groups: int) -> Activation:
+    """The channels, dimension 1, as (groups, channels/groups), transposed."""
+    if not isinstance(x, Activation) or x.loose or x.spread:
+        return opaque(walk, x, reason=UNKNOWN_RANK)
+    if x.ids is None or x.ids.shape[1] == 1:
+        return x
+    return Activation(x.ids.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2), x.shape)
+
+
+def repeat(walk: Walk, x: Any, *times: Any) -> Activation:
+    """Copies side by side along every dimension; where the id does not change, any number of them."""
+    if not isinstance(x, Activation) or x.loose or x.spread:
+        return opaque(walk, x, times, reason=UNKNOWN_RANK)
+    if not ranked(x):
+        return Activation()
+    listed = _flat(times)
+    more = len(listed) - len(x.shape)
+    ids, shape = x.ids.reshape([1] * more + list(x.ids.shape)), (1,) * more + x.shape
+    copies = [n if size > 1 else 1 for n, size in zip(listed, ids.shape, strict=True)]
+    if not all(isinstance(n, int) for n in copies) or (x.shape[0] is None and (more or listed[0] != 1)):
+        return opaque(walk, x, reason=UNKNOWN_SIZE)
+    sizes = (s * n if isinstance(s, int) and isinstance(n, int) else None for s, n in zip(shape, listed, strict=True))
+    return Activation(ids.repeat(copies), tuple(sizes))
+
+
+def index_select(walk: Walk, x: Any, dim: int, index: Any) -> Activation:
+    """Entries gathered along a dimension that holds no units."""
+    if not (isinstance(x, Activation) and isinstance(index, (Activation, Buffer)) and index.shape is not None):
+        return opaque(walk, x, index, reason=UNKNOWN_SIZE)
+    opaque(walk, index, reason="used as indices")
+    if not ranked(x):
+        return Activation()
+    if x.loose or x.spread or x.shape[dim % len(x.shape)] is None:
+        return opaque(walk, x, reason=UNKNOWN_SIZE)
+    if x.ids.shape[dim] > 1:
+        return opaque(walk, x, reason="indexed by a tensor")
+    found = index.shape[0] if index.shape else 1
+    return Activation(x.ids, tuple(found if d == dim % len(x.shape) else s for d, s in enumerate(x.shape)))

@@ -17,6 +17,8 @@ from torch import Tensor, fx
 
 Sizes = tuple[int | None, ...]
 Rule = Callable[..., Any]
+UNKNOWN_SIZE = "its sizes are not known in a symbolic trace; pass example_input to release these units"
+UNKNOWN_RANK = "its rank is not known in a symbolic trace; pass example_input to release these units"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
+from gspace.graph.arithmetic import flatten_arguments, opaque
 from gspace.graph.footprints import Footprints
-from gspace.graph.layers import flatten_arguments, linear, opaque
+from gspace.graph.layers import linear
 from gspace.graph.operations import FUNCTIONS, INPLACE, MODULES
 from gspace.graph.spaces import Activation, Buffer, Parts, Walk, Weight, grounded
 from gspace.graph.traced import Traced
