@@ -102,7 +102,7 @@ class Extremum(NamedTuple):
     indices: object
 
 
-def common(*powers: Power) -> Tensor:
+def common_exponent(*powers: Power) -> Tensor:
     return torch.stack([x.exponent for x in powers]).amax()
 
 
@@ -137,7 +137,7 @@ def moved(call: Call, *args: Any, **kwargs: Any) -> Any:
 
     args, kwargs = pytree.tree_map_only(Tensor, constant, (args, kwargs))
     powers = [x for x in flatten_arguments([args, kwargs]) if isinstance(x, Power)]
-    exponent = common(*powers)
+    exponent = common_exponent(*powers)
     # Contiguous: the rules order memory in their own way, and a `view` of the model must be one of these values too.
     plain_args, plain_kwargs = pytree.tree_map_only(Power, lambda x: x.at(exponent).contiguous(), (args, kwargs))
     return _wrapped(call.run(*plain_args, **plain_kwargs), exponent, any(x.activation for x in powers))
@@ -156,7 +156,7 @@ def attribute(call: Call, x: Power, name: str) -> Any:
 def add(call: Call, x: Any, y: Any, alpha: Any = 1, **kwargs: Any) -> Any:
     x, y = call.raised(x), call.raised(y)
     y = y if alpha == 1 else product(call, y, alpha)
-    exponent = common(x, y)
+    exponent = common_exponent(x, y)
     return Power(x.at(exponent) + y.at(exponent), exponent, x.activation or y.activation).renormalized()
 
 
@@ -371,7 +371,8 @@ _MOVES = (
 )
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(POINTWISE.split(), same),
+    # native_dropout returns a pair, and is in no graph of evaluation mode.
+    **dict.fromkeys([name for name in POINTWISE.split() if name != "native_dropout"], same),
     **dict.fromkeys([*COPIES.split(), *CASTS.split()], copied),
     **dict.fromkeys([*LIKE.split(), "size", "sym_size", "dim"], read),
     **dict.fromkeys([*_MOVES.split(), *_JOINS], moved),
@@ -401,5 +402,3 @@ RULES: dict[str, Rule] = {
     "getattr": attribute,
     "_assert_tensor_metadata": lambda call, *args, **kwargs: None,
 }
-# It returns a pair, and is in no graph of evaluation mode.
-del RULES["native_dropout"]

@@ -18,7 +18,20 @@ from gspace.graph.operations import FUNCTIONS, MODULES
 from gspace.graph.trace import trace
 from gspace.graph.traced import Inputs, Traced, refuse_lazy, unwrap
 from gspace.graph.walk import canonical, in_place
-from gspace.pathrules import CHOSEN, RULES, Call, PathError, Power, common, copied, moved, pad, power, same, windows
+from gspace.pathrules import (
+    CHOSEN,
+    RULES,
+    Call,
+    PathError,
+    Power,
+    common_exponent,
+    copied,
+    moved,
+    pad,
+    power,
+    same,
+    windows,
+)
 
 # What the sum over paths needs to know of a module beyond what the rescaling needs.
 _ALSO = {"batch_norm": ("eps",), "leaky_relu": ("negative_slope",), "rrelu": ("lower", "upper")}
@@ -106,7 +119,7 @@ def _unambiguous(model: nn.Module, traced: Traced, width: int) -> PathGraph:
             other = sequence.sum(1, powers)
         except (ValueError, ArithmeticError):  # such an input the model does not accept
             return vector
-        exponent = common(one, other)
+        exponent = common_exponent(one, other)
         # 250 layers of float32 roundings are some 1e-6.
         if torch.allclose(one.at(exponent), other.at(exponent), rtol=1e-4, atol=0):
             return vector
@@ -154,7 +167,7 @@ class _Pass:
         outputs = [x for x in flatten_arguments(nodes[node]) if isinstance(x, Power)]
         if not outputs:
             raise PathError("no output of the model depends on its input")
-        exponent = common(*outputs)
+        exponent = common_exponent(*outputs)
         total = torch.stack([x.at(exponent).sum() for x in outputs]).sum()
         return Power(total / self.graph.samples, exponent).renormalized()
 
