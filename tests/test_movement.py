@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gspace
+from gspace.graph.spaces import Activation
 from gspace.pathrules import PathError
 
 C = 8
@@ -64,10 +65,19 @@ MOVES = {
     "clamp": Move(lambda x: x.clamp(min=0), C),
     "rrelu": Move(lambda x: F.rrelu(x, training=False), C),
     "masked_fill": Move(lambda x: x.masked_fill(torch.eye(4, dtype=torch.bool), 0.0), C),
+    "values of a maximum": Move(lambda x: x.unflatten(1, (4, 2)).max(2).values, 4, 4),
+    "values of a minimum": Move(lambda x: torch.min(x.unflatten(1, (4, 2)), dim=2).values, 4, 4),
+    "values of a maximum over pixels": Move(lambda x: x.max(3, keepdim=True)[0], C),
+    "maxima gathered": Move(lambda x: x.gather(1, x.max(1, keepdim=True).indices), 1, 0),
+    "maximum as an index": Move(lambda x: x[:, x.amax((0, 2, 3)).max(0).indices].unsqueeze(1), 1, 0),
+    "places of maxima": Move(lambda x: x * (x.max(3, keepdim=True).indices == 0), C),
     "with the batch": Move(lambda x: x.flatten(0, 1).unflatten(0, (-1, C)), C, 0),
 }
 UNKNOWN = ("shuffle by hand",)  # sizes that only an example tells
-PRODUCTS = ("glu by hand",)
+REFUSED = {
+    "glu by hand": "multiplies two activations",
+    **dict.fromkeys(("maxima gathered", "maximum as an index", "places of maxima"), "chosen depends on the input"),
+}
 
 
 class Net(nn.Module):
@@ -98,8 +108,8 @@ def test_units_follow(name: str, example: bool) -> None:
 def test_path_norms_follow(name: str) -> None:
     torch.manual_seed(0)
     model, x = Net(MOVES[name]).double(), torch.randn(5, 2, 4, 4, dtype=torch.float64)
-    if name in PRODUCTS:
-        with pytest.raises(PathError, match="multiplies two activations"):
+    if name in REFUSED:
+        with pytest.raises(PathError, match=REFUSED[name]):
             gspace.path_norm(model, example_input=x)
         return
     twin = copy.deepcopy(model)
@@ -109,3 +119,9 @@ def test_path_norms_follow(name: str) -> None:
     values = [float(gspace.path_norm(m, example_input=x)) for m in (model, twin)]
     assert values[0] == pytest.approx(values[1], rel=1e-12)
     assert values[0] > 0
+
+
+@pytest.mark.parametrize("shape", [None, (2,), (2, 3, 4)])
+def test_a_space_has_the_rank_of_its_activation(shape: tuple[int, ...] | None) -> None:
+    with pytest.raises(ValueError, match="for an activation of sizes"):
+        Activation(torch.zeros(1, 1, dtype=torch.long), shape)

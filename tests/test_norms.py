@@ -17,7 +17,7 @@ import zoo
 from cases import CASES, Case
 from gspace.coordinates import coordinates, displaced, path_values, unflatten
 from gspace.graph.operations import FUNCTIONS
-from gspace.graph.trace import Traced
+from gspace.graph.traced import Traced
 from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.optim import GSGD
 from gspace.pathrules import RULES, PathError
@@ -276,6 +276,61 @@ def test_a_sample_of_another_rank_is_asked_for() -> None:
     with pytest.raises(PathError, match=r"fails on inputs of these sizes .* Pass example_input="):
         path_norm(model)
     assert float(path_norm(model, example_input=torch.zeros(2, 4, 5))) > 0
+
+
+def differences(s: nn.Module, x: Tensor) -> Tensor:
+    h = F.relu(s.a(x))
+    return s.o(F.relu(s.b(torch.cat([h[:, :1], h[:, 1:] - h[:, :-1]], 1))))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        differences,
+        lambda s, x: s.o(s.b(F.relu(s.a(x)).flip(1))),
+        lambda s, x: s.o(s.b(F.relu(s.a(torch.cat([x[:, :1], x[:, 1:] - x[:, :-1]], 1))))),
+        lambda s, x: s.o(F.relu(s.b(s.a(x)))).mean(1),
+    ],
+    ids=["differences", "flip", "differences of the input", "mean"],
+)
+def test_a_sequence_is_not_taken_for_a_vector(forward: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Net(forward, a=nn.Linear(5, 6), b=nn.Linear(6, 6), o=nn.Linear(6, 3)).double()
+    nn.init.zeros_(model.o.weight)  # at first no path says anything
+    x = torch.randn(4, 7, 5).double()
+    found = gspace.analyze(model, x, residual="tie")
+    for refused in (lambda: path_norm(model), lambda: gspace.PathSGD(model, analysis=found)):
+        with pytest.raises(PathError, match="vector or a sequence of them: pass example_input="):
+            refused()
+    nn.init.normal_(model.o.weight)
+    before = path_norm(model, example_input=x).log
+    scales = gspace.random_scales(model, torch.Generator().manual_seed(1), analysis=found)
+    gspace.rescale_(model, scales, analysis=found)
+    assert found.H
+    torch.testing.assert_close(path_norm(model, example_input=x).log, before, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda s, x: s.o(F.relu(s.b(F.relu(s.a(x.flatten(1)))))),
+        lambda s, x: s.o(F.relu(s.b(s.n(s.a(x))))),
+        lambda s, x: s.o(s.slopes(s.b(s.a(x.view(x.size(0), -1))))),
+        lambda s, x: s.o(s.slopes(s.a(x))),
+        lambda s, x: s.wide(torch.cat([s.a(x), s.b(s.a(x))], 1)),
+        lambda s, x: s.narrow(s.a(x).relu().chunk(2, 1)[1]),
+        lambda s, x: s.o(s.b(s.a(x)).softmax(1) if s.training else s.b(s.a(x))),
+    ],
+    ids=["flatten", "BatchNorm", "view", "PReLU", "cat", "chunk", "another branch in training"],
+)
+def test_a_model_of_vectors_needs_no_example(forward: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    parts = {"a": nn.Linear(5, 6), "b": nn.Linear(6, 6), "n": nn.BatchNorm1d(6), "o": nn.Linear(6, 3)}
+    model = Net(forward, **parts, slopes=nn.PReLU(6), wide=nn.Linear(12, 3), narrow=nn.Linear(3, 3))
+    before = torch.random.get_rng_state()
+    found, expected = path_norm(model).log, path_norm(model, example_input=torch.zeros(2, 5)).log
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_the_size_of_a_sample_is_asked_for() -> None:
@@ -602,4 +657,5 @@ def test_and_of_sizes_is_no_write_in_place() -> None:
     torch.manual_seed(0)
     model = Masked().double()
     plain = nn.Sequential(model.one, nn.ReLU(), model.two)
-    torch.testing.assert_close(path_norm(model, 2).log, path_norm(plain, 2).log, rtol=1e-12, atol=0)
+    found = path_norm(model, 2, example_input=torch.zeros(1, 3)).log
+    torch.testing.assert_close(found, path_norm(plain, 2).log, rtol=1e-12, atol=0)

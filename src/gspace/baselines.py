@@ -76,7 +76,7 @@ class PathSGD(Optimizer):
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         interval: κ is computed every `interval` steps. The scales do not change in between, so the update still
             commutes with them. Captured in a CUDA graph, every replay does what the captured step did.
-        example_input: A batch the model accepts; not needed where a linear layer comes first.
+        example_input: A batch the model accepts; not needed if the model begins with a linear layer on vectors.
         analysis: The result of `analyze(model)`.
 
     Raises:

@@ -53,7 +53,7 @@ def path_norm(
     Args:
         model: Any module whose operations are positively homogeneous.
         p: At least 1, finite.
-        example_input: A batch the model accepts, for the size of a sample; not needed where a linear layer comes first.
+        example_input: A batch the model accepts; not needed if the model begins with a linear layer on vectors.
         graph: The result of `path_graph(model)`, to save tracing when called at every step.
 
     Raises:

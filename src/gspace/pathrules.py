@@ -14,13 +14,13 @@ depth fits into float32. The exponent is a constant to autograd, which is right:
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gspace.graph.layers import NOT_HOMOGENEOUS, flatten_arguments
+from gspace.graph.arithmetic import NOT_HOMOGENEOUS, flatten_arguments
 from gspace.graph.operations import CASTS, COPIES, LIKE, POINTWISE
 
 
@@ -92,9 +92,17 @@ class Call:
 
 
 Rule = Callable[..., Any]
+CHOSEN = object()  # stands for the indices of maxima, which are not those of the pass of ones
 
 
-def common(*powers: Power) -> Tensor:
+class Extremum(NamedTuple):
+    """What `max` and `min` over a dimension return."""
+
+    values: Power
+    indices: object
+
+
+def common_exponent(*powers: Power) -> Tensor:
     return torch.stack([x.exponent for x in powers]).amax()
 
 
@@ -129,7 +137,7 @@ def moved(call: Call, *args: Any, **kwargs: Any) -> Any:
 
     args, kwargs = pytree.tree_map_only(Tensor, constant, (args, kwargs))
     powers = [x for x in flatten_arguments([args, kwargs]) if isinstance(x, Power)]
-    exponent = common(*powers)
+    exponent = common_exponent(*powers)
     # Contiguous: the rules order memory in their own way, and a `view` of the model must be one of these values too.
     plain_args, plain_kwargs = pytree.tree_map_only(Power, lambda x: x.at(exponent).contiguous(), (args, kwargs))
     return _wrapped(call.run(*plain_args, **plain_kwargs), exponent, any(x.activation for x in powers))
@@ -148,7 +156,7 @@ def attribute(call: Call, x: Power, name: str) -> Any:
 def add(call: Call, x: Any, y: Any, alpha: Any = 1, **kwargs: Any) -> Any:
     x, y = call.raised(x), call.raised(y)
     y = y if alpha == 1 else product(call, y, alpha)
-    exponent = common(x, y)
+    exponent = common_exponent(x, y)
     return Power(x.at(exponent) + y.at(exponent), exponent, x.activation or y.activation).renormalized()
 
 
@@ -191,6 +199,10 @@ def weighted(call: Call, x: Any, weight: Any, bias: Any = None, *args: Any, **kw
     return Power(call.run(values, weight.values, bias.at(common), *args, **kwargs), common).renormalized()
 
 
+def _along_channels(t: Tensor, x: Power) -> Tensor:
+    return t.reshape([1, x.values.shape[1]] + [1] * (x.values.dim() - 2))
+
+
 def batch_norm(
     call: Call,
     x: Power,
@@ -207,11 +219,10 @@ def batch_norm(
     """(x + |mean|^p)·|γ|^p/σ^p + |β|^p, σ² = running variance + ε."""
     if training or mean is None or var is None:
         raise call.refuse("it has no running statistics, so its scale depends on the batch")
-    shape = [1, -1] + [1] * (x.values.dim() - 2)
 
     def per_channel(t: Any) -> Power:
         t = call.raised(t)
-        return replace(t, values=t.values.reshape(shape))
+        return replace(t, values=_along_channels(t.values, x))
 
     result = add(call, x, per_channel(mean))
     result = product(call, result, per_channel((var.double() + eps).rsqrt().to(x.values.dtype)))
@@ -263,7 +274,7 @@ def windows(call: Call, x: Power, *args: Any, **kwargs: Any) -> Any:
     for i, factor in enumerate(factors):
         values = torch.tensordot(values, factor, dims=([i - dims], [0])).movedim(-1, i - dims)
     result = replace(x, values=values * total.abs().pow(call.p)).renormalized()
-    return (result, None) if pair else result
+    return (result, CHOSEN) if pair else result
 
 
 def mean(call: Call, x: Power, *args: Any, **kwargs: Any) -> Power:
@@ -290,7 +301,7 @@ def largest(call: Call, x: Power, dim: Any = None, keepdim: bool = False, **kwar
     dim = kwargs.get("axis", dim)
     values = x.values.sum() if dim is None else x.values.sum(dim, keepdim)
     result = replace(x, values=values).renormalized()
-    return (result, None) if call.name in ("max", "min") and dim is not None else result
+    return Extremum(result, CHOSEN) if call.name in ("max", "min") and dim is not None else result
 
 
 def leaky(call: Call, x: Power, slope: Any = 0.01, *args: Any, **kwargs: Any) -> Power:
@@ -298,7 +309,7 @@ def leaky(call: Call, x: Power, slope: Any = 0.01, *args: Any, **kwargs: Any) ->
     slope = call.raised(kwargs.get("negative_slope", slope))
     size = slope.at(torch.zeros_like(slope.exponent)).clamp(min=1)
     if size.numel() > 1:
-        size = size.reshape([1, -1] + [1] * (x.values.dim() - 2))
+        size = _along_channels(size, x)
     return replace(x, values=x.values * size)
 
 
@@ -360,7 +371,8 @@ _MOVES = (
 )
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(POINTWISE.split(), same),
+    # native_dropout returns a pair, and is in no graph of evaluation mode.
+    **dict.fromkeys([name for name in POINTWISE.split() if name != "native_dropout"], same),
     **dict.fromkeys([*COPIES.split(), *CASTS.split()], copied),
     **dict.fromkeys([*LIKE.split(), "size", "sym_size", "dim"], read),
     **dict.fromkeys([*_MOVES.split(), *_JOINS], moved),
@@ -390,5 +402,3 @@ RULES: dict[str, Rule] = {
     "getattr": attribute,
     "_assert_tensor_metadata": lambda call, *args, **kwargs: None,
 }
-# It returns a pair, and is in no graph of evaluation mode.
-del RULES["native_dropout"]

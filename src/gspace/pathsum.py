@@ -13,11 +13,25 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from gspace.graph.layers import NOT_HOMOGENEOUS, flatten_arguments, pinned
+from gspace.graph.arithmetic import NOT_HOMOGENEOUS, flatten_arguments, pinned
 from gspace.graph.operations import FUNCTIONS, MODULES
-from gspace.graph.trace import Inputs, Traced, refuse_lazy, trace, unwrap
+from gspace.graph.trace import trace
+from gspace.graph.traced import Inputs, Traced, refuse_lazy, unwrap
 from gspace.graph.walk import canonical, in_place
-from gspace.pathrules import RULES, Call, PathError, Power, common, copied, moved, pad, power, same, windows
+from gspace.pathrules import (
+    CHOSEN,
+    RULES,
+    Call,
+    PathError,
+    Power,
+    common_exponent,
+    copied,
+    moved,
+    pad,
+    power,
+    same,
+    windows,
+)
 
 # What the sum over paths needs to know of a module beyond what the rescaling needs.
 _ALSO = {"batch_norm": ("eps",), "leaky_relu": ("negative_slope",), "rrelu": ("lower", "upper")}
@@ -50,7 +64,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
     Args:
         model: Any module without forward hooks.
         example_input: A batch the model accepts; only shapes are read. Without one, the model must begin with a linear
-            layer, whose width says what a sample is.
+            layer, whose width says what a sample is, and not tell a vector from a sequence of one.
 
     Raises:
         PathError: The shape of a sample is not known.
@@ -63,7 +77,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
     example_input = as_input_of(model, example_input)
     traced = trace(model, example_input)[-1]  # the last is that of evaluation mode
     if example_input is None:
-        return PathGraph(model, traced, (torch.empty(_input_shape(traced), device="meta"),), 1)
+        return _unambiguous(model, traced, _width(traced))
     if not isinstance(traced.module, fx.GraphModule):
         return PathGraph(model, traced, _shapes(example_input, 1), 1)
     batch = next((x.shape[0] for x in flatten_arguments(example_input) if isinstance(x, Tensor) and x.dim()), 1)
@@ -87,14 +101,42 @@ def _shapes(inputs: Any, batch: int | None) -> Any:
     return pytree.tree_map_only(Tensor, sample, inputs)
 
 
-def _input_shape(traced: Traced) -> torch.Size:
+def _unambiguous(model: nn.Module, traced: Traced, width: int) -> PathGraph:
+    """The graph along one vector, unless the model also reads a sequence of one vector and has another sum there.
+
+    Both sums are polynomials in the weights. They are compared at random ones, where different polynomials differ.
+    Where they are the same, the sum is that of a sequence too, and has its invariance.
+    """
+    vector, sequence = (
+        PathGraph(model, traced, (torch.empty(1, *more, width, device="meta"),), 1) for more in ((), (1,))
+    )
+    generator = torch.Generator().manual_seed(0)
+    weights = {id(p): torch.rand(p.shape, generator=generator, device="cpu").to(p.device) for p in model.parameters()}
+    powers = {key: Power(0.5 + w, w.new_zeros(()), activation=False) for key, w in weights.items()}
+    with torch.no_grad():
+        one = vector.sum(1, powers)
+        try:
+            other = sequence.sum(1, powers)
+        except (ValueError, ArithmeticError):  # such an input the model does not accept
+            return vector
+        exponent = common_exponent(one, other)
+        # 250 layers of float32 roundings are some 1e-6.
+        if torch.allclose(one.at(exponent), other.at(exponent), rtol=1e-4, atol=0):
+            return vector
+    raise PathError(
+        "the sum over paths depends on whether a sample is a vector or a sequence of them: "
+        "pass example_input= (a batch the model accepts)"
+    )
+
+
+def _width(traced: Traced) -> int:
     """Width of the linear layer the model begins with."""
     inputs = [n for n in traced.graph.nodes if n.target is operator.getitem and n.args[0].op == "placeholder"]
     for node in traced.graph.nodes if len(inputs) < 2 else ():
         if node.op == "call_module":
-            module = traced.module.get_submodule(str(node.target))
+            module = traced.called(node)
             if isinstance(module, nn.Linear):
-                return torch.Size([1, module.in_features])
+                return module.in_features
             if any(True for _ in module.parameters()):
                 break
     raise PathError(
@@ -115,17 +157,17 @@ class _Pass:
 
     def run(self) -> Power:
         nodes: dict[fx.Node, Any] = {}
-        supplied = iter(self._inputs())
+        traced, supplied = self.graph.traced, iter(self._inputs())
         with torch.autocast(self.device.type, enabled=False):
-            for node in self.graph.traced.graph.nodes:
+            for node in traced.graph.nodes:
                 nodes[node] = self._node(node, nodes, supplied)
                 if node.op in ("call_method", "call_function") and node.all_input_nodes and in_place(node.target):
-                    _refuse_stale_views(node)
+                    _refuse_stale_views(traced, node)
                     nodes[node.all_input_nodes[0]] = nodes[node]
         outputs = [x for x in flatten_arguments(nodes[node]) if isinstance(x, Power)]
         if not outputs:
             raise PathError("no output of the model depends on its input")
-        exponent = common(*outputs)
+        exponent = common_exponent(*outputs)
         total = torch.stack([x.at(exponent).sum() for x in outputs]).sum()
         return Power(total / self.graph.samples, exponent).renormalized()
 
@@ -165,24 +207,24 @@ class _Pass:
         if node.op == "placeholder":
             return self._constant(traced.tensors[node.name]) if node.name in traced.tensors else next(supplied)
         if node.op == "get_attr":
-            owner, _, name = str(node.target).rpartition(".")
-            return self._constant(getattr(traced.module.get_submodule(owner), name))
+            return self._constant(traced.attribute(node))
         if node.op == "output":
             return args
         if node.op == "call_module":
-            return self._module(node, traced.module.get_submodule(str(node.target)), args, kwargs)
+            return self._module(node, traced.called(node), args, kwargs)
         run = node.target if node.op == "call_function" else lambda x, *a, **k: getattr(x, str(node.target))(*a, **k)
-        if not any(isinstance(x, Power) for x in flatten_arguments([args, kwargs])) or _picks(node, args):
+        known = not any(isinstance(x, Power) or x is CHOSEN for x in flatten_arguments([args, kwargs]))
+        if known or _picks(node, args):
             try:
                 return run(*args, **kwargs)  # type: ignore[operator]
             except (TypeError, AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
                 raise PathError(
-                    f"no sum over paths: {_where(node)} fails on inputs of these sizes ({error}). "
+                    f"no sum over paths: {_where(traced, node)} fails on inputs of these sizes ({error}). "
                     "Pass example_input=, a batch the model accepts."
                 ) from error
         if "input" in kwargs:
             args = (kwargs["input"], *args)
-        call = Call(self.p, canonical(node.target), _where(node), run, self.raised)  # type: ignore[arg-type]
+        call = Call(self.p, canonical(node.target), _where(traced, node), run, self.raised)  # type: ignore[arg-type]
         return self._apply(call, args, {key: value for key, value in kwargs.items() if key != "input"})
 
     def _module(self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -192,7 +234,7 @@ class _Pass:
             given = {key: t for key, t in (("weight", weight), ("bias", bias)) if t is not None}
             return torch.func.functional_call(module, given, (x, *args[1:]), kwargs)
 
-        call = Call(self.p, name, _where(node), run, self.raised)
+        call = Call(self.p, name, _where(self.graph.traced, node), run, self.raised)
         if arguments is None:
             raise call.refuse("no rule is known for it")
         held = {**arguments(module), **{key: getattr(module, key) for key in _ALSO.get(name, ())}}
@@ -202,6 +244,8 @@ class _Pass:
 
     def _apply(self, call: Call, args: Any, kwargs: Any) -> Any:
         rule = RULES.get(call.name)
+        if any(x is CHOSEN for x in flatten_arguments([args, kwargs])):
+            raise call.refuse("which entries are chosen depends on the input")
         if rule is None:
             raise call.refuse(NOT_HOMOGENEOUS if FUNCTIONS.get(call.name) is pinned else "no rule is known for it")
         try:
@@ -210,14 +254,12 @@ class _Pass:
             raise call.refuse(f"called in a way no rule is known for ({error})") from error
 
 
-def _where(node: fx.Node) -> str:
-    """The innermost module a node lies in, and the node."""
-    stack = [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
-    path = str(node.target) if node.op == "call_module" else stack[-1] if stack else ""
-    return repr(path.removeprefix("model").removeprefix(".") or node.name)
+def _where(traced: Traced, node: fx.Node) -> str:
+    """The innermost module a node lies in, or the node."""
+    return repr(next(reversed(traced.within(node)), "") or node.name)
 
 
-def _refuse_stale_views(node: fx.Node) -> None:
+def _refuse_stale_views(traced: Traced, node: fx.Node) -> None:
     """What is written changes every other name of the memory, too: refused if one of them is read again."""
     if RULES.get(canonical(node.target)) is same:
         return
@@ -233,7 +275,9 @@ def _refuse_stale_views(node: fx.Node) -> None:
         names += [user for user in name.users if _is_view(user) and user not in later]
     for name in names:
         if name is not written and not later.isdisjoint(name.users):
-            raise PathError(f"{_where(node)} writes through a view of {name.name!r}, which is read later: write a copy")
+            raise PathError(
+                f"{_where(traced, node)} writes through a view of {name.name!r}, which is read later: write a copy"
+            )
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -243,5 +287,5 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _picks(node: fx.Node, args: Any) -> bool:
-    """Indexing a tuple or dict of activations, rather than an activation."""
-    return node.target is operator.getitem and not isinstance(args[0], Power)
+    """Reads an entry or field of several activations, rather than of one."""
+    return node.target in (operator.getitem, getattr) and not (isinstance(args[0], Power) or args[0] is CHOSEN)

@@ -20,7 +20,8 @@ from gspace.analysis import Analysis, Residual
 from gspace.devices import on_cpu
 from gspace.graph.solve import assemble
 from gspace.graph.spaces import PinnedAt, Walk
-from gspace.graph.trace import Inputs, Traced, trace, unwrap
+from gspace.graph.trace import trace
+from gspace.graph.traced import Inputs, Traced, unwrap
 from gspace.graph.walk import Walker
 
 

@@ -6,15 +6,31 @@ need one pins its input and asks for `example_input`.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspace.graph.spaces import Activation, Buffer, Parts, Size, Sizes, Walk, Weight, along, compress, grounded
+from gspace.graph.arithmetic import opaque
+from gspace.graph.spaces import (
+    UNKNOWN_RANK,
+    UNKNOWN_SIZE,
+    Activation,
+    Buffer,
+    Parts,
+    Ranked,
+    Rule,
+    Size,
+    Sizes,
+    Walk,
+    Weight,
+    along,
+    compress,
+    grounded,
+    ranked,
+)
 
-UNKNOWN_SIZE = "its sizes are not known in a symbolic trace; pass example_input to release these units"
-UNKNOWN_RANK = "its rank is not known in a symbolic trace; pass example_input to release these units"
 _BATCH = 3  # stands for an unknown batch size while ids are reshaped; a view that splits the batch then shows
 
 
@@ -52,13 +68,28 @@ def _followed(walk: Walk, w: Weight | Buffer, operation: Callable[..., Tensor], 
     return found
 
 
+def _moves(operation: Callable[..., Tensor]) -> Callable[[Rule], Rule]:
+    """A rule for activations of known rank, for any value: parameters are followed through the operation itself."""
+
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def whole(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(x, (Weight, Buffer)):
+                return _followed(walk, x, operation, *args, **kwargs)
+            return rule(walk, x, *args, **kwargs) if ranked(x) else Activation()
+
+        return whole
+
+    return decorate
+
+
 def reshape(walk: Walk, x: Any, *sizes: Any, **kwargs: Any) -> Activation:
     """view, reshape: ids are laid out over the full activation, reshaped, and compressed again."""
-    if isinstance(x, (Weight, Buffer)):
-        return _followed(walk, x, torch.reshape, _flat(sizes or tuple(kwargs.values())))
     target = _flat(sizes or tuple(kwargs.values()))
+    if isinstance(x, (Weight, Buffer)):
+        return _followed(walk, x, torch.reshape, target)
     shape: Sizes = tuple(s if isinstance(s, int) and s >= 0 else None for s in target)
-    if x.ids is None or x.shape is None:
+    if not ranked(x):
         return grounded(shape)
     known = [s for s in x.shape[1:] if s is not None]
     if len(known) < len(x.shape) - 1 or x.spread:
@@ -69,7 +100,6 @@ def reshape(walk: Walk, x: Any, *sizes: Any, **kwargs: Any) -> Activation:
 
     def laid_out(*more: int) -> Tensor:
         """The ids with these dimensions in front of all."""
-        assert x.ids is not None
         front = (*more, batch)
         return x.ids.expand(*front, *known).reshape([front[0] if _same_batch(x, s) else s for s in target])
 
@@ -95,11 +125,8 @@ def _same_units(ids: Tensor, operation: Callable[..., Tensor], *args: Any, **kwa
     return where[0] == where[1] and torch.equal(ids.reshape(-1), found.reshape(-1))
 
 
-def flatten(walk: Walk, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if isinstance(x, (Weight, Buffer)):
-        return _followed(walk, x, torch.flatten, start_dim, end_dim)
-    if x.ids is None or x.shape is None:
-        return Activation()
+@_moves(torch.flatten)
+def flatten(walk: Walk, x: Ranked, start_dim: int = 0, end_dim: int = -1) -> Activation:
     rank = len(x.shape)
     if x.loose and (start_dim > 0 or end_dim >= 0):
         return _lost(walk, x, UNKNOWN_RANK)
@@ -120,14 +147,11 @@ def flatten(walk: Walk, x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     return _lost(walk, x, UNKNOWN_SIZE, (*x.shape[:start], None, *x.shape[end + 1 :]))
 
 
-def rearrange(operation: Callable[..., Tensor]) -> Callable[..., Activation]:
+def rearrange(operation: Callable[..., Tensor]) -> Rule:
     """permute, transpose, movedim …: the operation applied to the ids and, through a probe, to the sizes."""
 
-    def rule(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(x, (Weight, Buffer)):
-            return _followed(walk, x, operation, *args, **kwargs)
-        if x.ids is None or x.shape is None:
-            return Activation()
+    @_moves(operation)
+    def rule(walk: Walk, x: Ranked, *args: Any, **kwargs: Any) -> Activation:
         probe = torch.empty([i + 2 for i in range(len(x.shape))], device="meta")
         try:
             moved = operation(probe, *args, **kwargs)
@@ -176,7 +200,7 @@ def transpose(walk: Walk, x: Activation | Weight, *args: Any, **kwargs: Any) -> 
 
 def squeeze(walk: Walk, x: Activation, *dims: Any, **kwargs: Any) -> Activation:
     dims = tuple(_flat(dims or tuple(kwargs.values())))
-    if x.ids is None or x.shape is None:
+    if not ranked(x):
         return Activation()
     wanted = {d % len(x.shape) for d in dims} if dims else set(range(len(x.shape)))
     if any(x.shape[d] is None for d in wanted) or x.spread:
@@ -187,7 +211,7 @@ def squeeze(walk: Walk, x: Activation, *dims: Any, **kwargs: Any) -> Activation:
 
 def expand(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation:
     target = _flat(sizes or tuple(kwargs.values()))
-    if x.ids is None or x.shape is None or x.spread:
+    if not ranked(x) or x.spread:
         return _lost(walk, x, UNKNOWN_SIZE)
     lead = len(target) - len(x.shape)
     old: Sizes = (1,) * lead + x.shape
@@ -200,12 +224,9 @@ def expand_as(walk: Walk, x: Activation, other: Any) -> Activation:
     return _lost(walk, x, UNKNOWN_SIZE) if getattr(other, "shape", None) is None else expand(walk, x, other.shape)
 
 
-def unflatten(walk: Walk, x: Any, dim: int, sizes: Any) -> Any:
+@_moves(torch.unflatten)
+def unflatten(walk: Walk, x: Ranked, dim: int, sizes: Any) -> Activation:
     """One dimension, not the batch, as several."""
-    if isinstance(x, (Weight, Buffer)):
-        return _followed(walk, x, torch.unflatten, dim, sizes)
-    if x.ids is None or x.shape is None:
-        return Activation()
     if x.loose or x.spread or dim % len(x.shape) == 0:
         return _lost(walk, x, UNKNOWN_RANK if x.loose else UNKNOWN_SIZE)
     at = dim % len(x.shape)
@@ -229,7 +250,7 @@ def index(walk: Walk, x: Any, key: Any) -> Any:
         return x[key]
     if isinstance(x, (Weight, Buffer)):
         return _followed(walk, x, lambda t: t[key])
-    if not isinstance(x, Activation) or x.ids is None or x.shape is None:
+    if not isinstance(x, Activation) or not ranked(x):
         return Activation()
     keys = list(key) if isinstance(key, tuple) else [key]
     front = [k for k in keys[: keys.index(Ellipsis) if Ellipsis in keys else None] if k is not None]
@@ -298,7 +319,7 @@ def split(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     """split, chunk: the ids are cut where they change along `dim`; along any other dimension every part is alike."""
 
     def rule(walk: Walk, x: Activation, sections: Any, dim: int = 0) -> Any:
-        if x.ids is None or x.shape is None:
+        if not ranked(x):
             return Parts(Activation())
         if x.spread or (x.loose and dim > 0):
             return Parts(_lost(walk, x, UNKNOWN_SIZE if x.spread else UNKNOWN_RANK))
@@ -318,7 +339,7 @@ def split(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
 
 
 def unbind(walk: Walk, x: Activation, dim: int = 0) -> Any:
-    if x.ids is None or x.shape is None:
+    if not ranked(x):
         return Parts(Activation())
     if x.ids.shape[dim] == 1:
         return Parts(select(walk, x, dim, 0))
@@ -328,24 +349,25 @@ def unbind(walk: Walk, x: Activation, dim: int = 0) -> Any:
 def cat(walk: Walk, values: Sequence[Any], dim: int = 0, **kwargs: Any) -> Activation:
     """Ids are joined along the dimension that holds the units; along any other the spaces are tied."""
     dim = kwargs.get("axis", dim)
-    xs = [grounded(v.shape) if isinstance(v, (Weight, Buffer)) else v for v in values]
     for v in values:
         if isinstance(v, (Weight, Buffer)):
             walk.misuse(v, "concatenated with an activation")
-    xs = [x for x in xs if isinstance(x, Activation)]
-    if any(x.ids is None or x.shape is None or x.spread for x in xs):
-        walk.pin(xs, f"joined with a value whose size is not known; {UNKNOWN_SIZE.split('; ')[1]}")
+    held = [grounded(v.shape) if isinstance(v, (Weight, Buffer)) else v for v in values]
+    given = [x for x in held if isinstance(x, Activation)]
+    xs = [x for x in given if ranked(x) and not x.spread]
+    if len(xs) < len(given):
+        walk.pin(given, f"joined with a value whose size is not known; {UNKNOWN_SIZE.split('; ')[1]}")
         return Activation()
-    rank = len(xs[0].shape)  # type: ignore[arg-type]
-    if any(len(x.shape) != rank for x in xs):  # type: ignore[arg-type]
+    rank = len(xs[0].shape)
+    if any(len(x.shape) != rank for x in xs):
         walk.pin(xs, "joined with a value of another rank")
         return Activation()
     unclear = dim > 0 and any(x.loose for x in xs)  # which dimension that is depends on the rank
     dim %= rank
-    known = [s for s in (x.shape[dim] for x in xs if x.shape is not None) if s is not None]
-    shape = list(xs[0].shape)  # type: ignore[arg-type]
+    known = [s for s in (x.shape[dim] for x in xs) if s is not None]
+    shape = list(xs[0].shape)
     shape[dim] = sum(known) if len(known) == len(xs) and not unclear else None
-    ids = [x.ids for x in xs if x.ids is not None]
+    ids = [x.ids for x in xs]
     joins = any(i.shape[dim] > 1 for i in ids) or all(i.numel() == 1 for i in ids)
     if joins and len(known) == len(xs):
         others = torch.broadcast_shapes(*[[1 if d == dim else n for d, n in enumerate(i.shape)] for i in ids])
@@ -373,7 +395,7 @@ def pad(
     walk: Walk, x: Activation, pads: Sequence[Any], mode: str = "constant", value: float | None = None
 ) -> Activation:
     """Zeros and mirrored entries keep the space, a constant ≠ 0 does not. Channels of zeros take any scale."""
-    if x.ids is None or x.shape is None:
+    if not ranked(x):
         return Activation()
     if mode == "constant" and value not in (None, 0):
         return _lost(walk, x, f"padded with the constant {value}", x.shape)
@@ -388,3 +410,43 @@ def pad(
             return _lost(walk, x, "padded along the dimension that holds these units", tuple(shape))
         ids = along(torch.cat([walk.fresh(low), ids.reshape(-1).expand(size), walk.fresh(high)]), ids.dim(), d)
     return Activation(ids, tuple(shape), x.spread)
+
+
+def channel_shuffle(walk: Walk, x: Any, groups: int) -> Activation:
+    """The channels, dimension 1, as (groups, channels/groups), transposed."""
+    if not isinstance(x, Activation) or x.loose or x.spread:
+        return opaque(walk, x, reason=UNKNOWN_RANK)
+    if x.ids is None or x.ids.shape[1] == 1:
+        return x
+    return Activation(x.ids.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2), x.shape)
+
+
+def repeat(walk: Walk, x: Any, *times: Any) -> Activation:
+    """Copies side by side along every dimension; where the id does not change, any number of them."""
+    if not isinstance(x, Activation) or x.loose or x.spread:
+        return opaque(walk, x, times, reason=UNKNOWN_RANK)
+    if not ranked(x):
+        return Activation()
+    listed = _flat(times)
+    more = len(listed) - len(x.shape)
+    ids, shape = x.ids.reshape([1] * more + list(x.ids.shape)), (1,) * more + x.shape
+    copies = [n if size > 1 else 1 for n, size in zip(listed, ids.shape, strict=True)]
+    if not all(isinstance(n, int) for n in copies) or (x.shape[0] is None and (more or listed[0] != 1)):
+        return opaque(walk, x, reason=UNKNOWN_SIZE)
+    sizes = (s * n if isinstance(s, int) and isinstance(n, int) else None for s, n in zip(shape, listed, strict=True))
+    return Activation(ids.repeat(copies), tuple(sizes))
+
+
+def index_select(walk: Walk, x: Any, dim: int, index: Any) -> Activation:
+    """Entries gathered along a dimension that holds no units."""
+    if not (isinstance(x, Activation) and isinstance(index, (Activation, Buffer)) and index.shape is not None):
+        return opaque(walk, x, index, reason=UNKNOWN_SIZE)
+    opaque(walk, index, reason="used as indices")
+    if not ranked(x):
+        return Activation()
+    if x.loose or x.spread or x.shape[dim % len(x.shape)] is None:
+        return opaque(walk, x, reason=UNKNOWN_SIZE)
+    if x.ids.shape[dim] > 1:
+        return opaque(walk, x, reason="indexed by a tensor")
+    found = index.shape[0] if index.shape else 1
+    return Activation(x.ids, tuple(found if d == dim % len(x.shape) else s for d, s in enumerate(x.shape)))

@@ -11,147 +11,40 @@ import torch
 from torch import nn
 
 from gspace.graph import movement
-from gspace.graph.layers import (
-    Rule,
+from gspace.graph.arithmetic import (
     add,
-    batch_norm,
     cast,
     clamp,
-    conv,
+    compare,
     div,
+    join,
+    like,
+    masked_fill,
+    mul,
+    pinned,
+    prelu,
+    same,
+    threshold,
+    where,
+)
+from gspace.graph.layers import (
+    addmm,
+    batch_norm,
+    conv,
     embedding,
     extremum,
     functional_batch_norm,
     interpolate,
-    join,
-    like,
     linear,
     matmul,
     max_pool_with_indices,
-    mul,
-    opaque,
-    pinned,
     pixel_shuffle,
     pixel_unshuffle,
     pool,
-    prelu,
     reduce,
-    same,
-    threshold,
 )
-from gspace.graph.spaces import Activation, Buffer, DType, Parts, Size, Walk, Weight, grounded
-
-# Sizes ----------------------------------------------------------------------------------------------------------------
-
-
-def size(walk: Walk, x: Any, dim: int | None = None) -> Any:
-    """Sizes, as numbers where they are known. The leading one of an input says nothing of the batch of what follows:
-    frames of a video, for example, may be folded into it."""
-    if isinstance(x, (Weight, Buffer)):
-        sizes: Any = x.shape
-    elif not isinstance(x, Activation) or x.shape is None:
-        return Size() if dim is not None else Parts(Activation())
-    else:
-        found = (Size(x.lead if d == 0 else 0) if s is None else s for d, s in enumerate(x.shape))
-        sizes = _FromTheEnd(found) if x.loose else tuple(found)
-    return sizes if dim is None else sizes[dim]
-
-
-class _FromTheEnd(tuple[Any, ...]):
-    """Sizes of an activation that may have more dimensions in front: which one a positive number means is not known."""
-
-    def __getitem__(self, key: Any) -> Any:
-        return Size() if isinstance(key, int) and key > 0 else super().__getitem__(key)
-
-
-def attribute(walk: Walk, x: Any, name: str) -> Any:
-    rules: dict[str, Rule] = {
-        "shape": size,
-        "T": movement.transpose,
-        "mT": lambda w, v: movement.transpose(w, v, -1, -2),
-        "data": same,
-        "device": lambda w, v: None,
-        "dtype": lambda w, v: None if isinstance(v, Activation) and not v.grounded else DType(),
-        "ndim": lambda w, v: len(v.shape) if v.shape else Size(),
-        "requires_grad": lambda w, v: None,
-    }
-    return rules[name](walk, x) if name in rules else opaque(walk, x, reason=f"its attribute {name!r} is read")
-
-
-# Compositions of other rules ------------------------------------------------------------------------------------------
-
-
-def addmm(walk: Walk, x: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Activation:
-    """beta·x + alpha·mat1 @ mat2: a linear layer whose parameter is stored (in, out), with bias x."""
-    numbers = all(isinstance(factor, (int, float)) for factor in (beta, alpha))
-    if not (numbers and isinstance(mat1, Activation) and isinstance(mat2, Weight)):
-        return opaque(walk, x, mat1, mat2, beta, alpha, reason="its matrix is not a parameter")
-    return linear(walk, mat1, Weight(mat2.name, mat2.shape[::-1], not mat2.swap), x)
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == 0
-
-
-def compare(walk: Walk, x: Any, y: Any) -> Activation:
-    """x > 0 and the like: the sign of x, which no positive scale changes."""
-    return grounded(x.shape) if isinstance(x, Activation) and _is_zero(y) else pinned(walk, x, y)
-
-
-def masked_fill(walk: Walk, x: Any, mask: Any, value: Any) -> Any:
-    """0 at the entries of a mask: a product with 0 and 1."""
-    return where(walk, mask, value, x)
-
-
-def where(walk: Walk, x: Any, y: Any, other: Any) -> Any:
-    """`torch.where(mask, h, 0)`, `torch.where(mask, 0, h)`, `h.where(mask, 0)`: a product with 0 and 1."""
-    factors = [value for value in (x, y, other) if not _is_zero(value)]
-    if len(factors) != 2 or not all(isinstance(value, (Activation, Buffer)) for value in factors):
-        return opaque(walk, x, y, other, reason="entries are replaced by something other than 0")
-    return mul(walk, *factors)
-
-
-def channel_shuffle(walk: Walk, x: Any, groups: int) -> Activation:
-    """The channels, dimension 1, as (groups, channels/groups), transposed."""
-    if not isinstance(x, Activation) or x.loose or x.spread:
-        return opaque(walk, x, reason=movement.UNKNOWN_RANK)
-    if x.ids is None or x.ids.shape[1] == 1:
-        return x
-    return Activation(x.ids.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2), x.shape)
-
-
-def repeat(walk: Walk, x: Any, *times: Any) -> Activation:
-    """Copies side by side along every dimension; where the id does not change, any number of them."""
-    if not isinstance(x, Activation) or x.loose or x.spread:
-        return opaque(walk, x, times, reason=movement.UNKNOWN_RANK)
-    if x.ids is None or x.shape is None:
-        return Activation()
-    listed = list(times[0]) if isinstance(times[0], (tuple, list)) else list(times)
-    more = len(listed) - len(x.shape)
-    ids, shape = x.ids.reshape([1] * more + list(x.ids.shape)), (1,) * more + x.shape
-    copies = [n if size > 1 else 1 for n, size in zip(listed, ids.shape, strict=True)]
-    if not all(isinstance(n, int) for n in copies) or (x.shape[0] is None and (more or listed[0] != 1)):
-        return opaque(walk, x, reason=movement.UNKNOWN_SIZE)
-    sizes = (s * n if isinstance(s, int) and isinstance(n, int) else None for s, n in zip(shape, listed, strict=True))
-    return Activation(ids.repeat(copies), tuple(sizes))
-
-
-def index_select(walk: Walk, x: Any, dim: int, index: Any) -> Activation:
-    """Entries gathered along a dimension that holds no units."""
-    if not (isinstance(x, Activation) and isinstance(index, (Activation, Buffer)) and index.shape is not None):
-        return opaque(walk, x, index, reason=movement.UNKNOWN_SIZE)
-    opaque(walk, index, reason="used as indices")
-    if x.ids is None or x.shape is None:
-        return Activation()
-    if x.loose or x.spread or x.shape[dim % len(x.shape)] is None:
-        return opaque(walk, x, reason=movement.UNKNOWN_SIZE)
-    if x.ids.shape[dim] > 1:
-        return opaque(walk, x, reason="indexed by a tensor")
-    found = index.shape[0] if index.shape else 1
-    return Activation(x.ids, tuple(found if d == dim % len(x.shape) else s for d, s in enumerate(x.shape)))
-
-
-# The table ------------------------------------------------------------------------------------------------------------
+from gspace.graph.sizes import attribute, rank, size
+from gspace.graph.spaces import Rule
 
 POINTWISE = (
     "relu leaky_relu rrelu abs neg positive dropout dropout1d dropout2d dropout3d feature_dropout native_dropout"
@@ -205,12 +98,12 @@ FUNCTIONS: dict[str, Rule] = {
     **dict.fromkeys("upsample_linear1d upsample_trilinear3d upsample_bicubic2d upsample".split(), interpolate),
     "pixel_shuffle": pixel_shuffle,
     "pixel_unshuffle": pixel_unshuffle,
-    "channel_shuffle": channel_shuffle,
+    "channel_shuffle": movement.channel_shuffle,
     **dict.fromkeys("gt lt ge le eq ne".split(), compare),
     "masked_fill": masked_fill,
     "where": where,
-    "repeat": repeat,
-    "index_select": index_select,
+    "repeat": movement.repeat,
+    "index_select": movement.index_select,
     "pad": movement.pad,
     "constant_pad_nd": movement.constant_pad,
     "flatten": movement.flatten,
@@ -238,7 +131,7 @@ FUNCTIONS: dict[str, Rule] = {
     **dict.fromkeys("size sym_size".split(), size),
     "getattr": attribute,
     "_assert_tensor_metadata": lambda walk, x, *args, **kwargs: None,  # what export writes beside a cast
-    "dim": lambda walk, x: len(x.shape) if x.shape else Size(),
+    "dim": rank,
 }
 
 

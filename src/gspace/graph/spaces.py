@@ -8,22 +8,26 @@ Sizes that a symbolic trace cannot know are `None`; the leading one is then the 
 that needs an unknown size pins its input and says so.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
 
 Sizes = tuple[int | None, ...]
+Rule = Callable[..., Any]
+UNKNOWN_SIZE = "its sizes are not known in a symbolic trace; pass example_input to release these units"
+UNKNOWN_RANK = "its rank is not known in a symbolic trace; pass example_input to release these units"
 
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation and its space.
+    """An activation and its space. Either its rank is known, as `ids.dim()` = `len(shape)`, or both are None.
 
     Attributes:
         ids: `(…)` one id per entry, size 1 along dimensions where the id does not change; None: ground, rank unknown.
-        shape: Sizes of the activation, None where unknown; None if the rank is.
+        shape: Sizes of the activation, None where unknown.
         spread: Each id stands for an unknown number of neighbours along the last dimension (a flattened map).
         loose: There may be more dimensions in front: a symbolic trace does not know the rank of its inputs.
         lead: Which unknown leading size it has: two activations with the same number have the same batch.
@@ -35,9 +39,24 @@ class Activation:
     loose: bool = False
     lead: int = 0
 
+    def __post_init__(self) -> None:
+        if (None if self.ids is None else self.ids.dim()) != (None if self.shape is None else len(self.shape)):
+            raise ValueError(f"a space of {self.ids} for an activation of sizes {self.shape}")
+
     @property
     def grounded(self) -> bool:
         return self.ids is None or not bool(self.ids.any())
+
+
+class Ranked(Activation):
+    """What a type checker sees in an activation of known rank."""
+
+    ids: Tensor
+    shape: Sizes
+
+
+def ranked(x: Activation) -> TypeGuard[Ranked]:
+    return x.ids is not None
 
 
 @dataclass(frozen=True)
@@ -165,14 +184,14 @@ class Walk:
 
     def channels(self, x: Activation, axis: int, n: int) -> Tensor:
         """Ids of the `n` channels of `x` along `axis` (from the end), `(n,)`; zeros if they had to be pinned."""
-        ids = x.ids
-        if ids is None:
+        if not ranked(x):
             return torch.zeros(n, dtype=torch.long)
+        ids = x.ids
         if x.spread and axis == -1 and n % ids.shape[-1] == 0 and ids.numel() == ids.shape[-1]:
             return ids.reshape(-1).repeat_interleave(n // ids.shape[-1])
         if not x.spread and ids.dim() >= -axis and ids.numel() == ids.shape[axis]:
-            one_for_all = x.shape is not None and x.shape[axis] == n
-            if ids.shape[axis] == n or (ids.shape[axis] == 1 and one_for_all):
+            size = ids.shape[axis]
+            if size == n or (size == 1 and x.shape[axis] == n):
                 return ids.reshape(-1).expand(n)
         self.pin(x, f"{self.operation} does not contract the dimension that holds these units")
         return torch.zeros(n, dtype=torch.long)

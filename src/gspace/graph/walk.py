@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
+from gspace.graph.arithmetic import flatten_arguments, opaque
 from gspace.graph.footprints import Footprints
-from gspace.graph.layers import flatten_arguments, linear, opaque
+from gspace.graph.layers import linear
 from gspace.graph.operations import FUNCTIONS, INPLACE, MODULES
 from gspace.graph.spaces import Activation, Buffer, Parts, Walk, Weight, grounded
-from gspace.graph.trace import Traced
+from gspace.graph.traced import Traced
 
 # F.threshold calls itself so; `y += z` is an addition that also writes.
 _ALIASES = {"_threshold": "threshold", "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}
@@ -59,20 +60,13 @@ class Walker:
             opaque(self.walk, self._tensor(tensor), reason="read as a number while the model was traced")
         self.walk.position = 0
         for node in traced.graph.nodes:
-            stack = self._stack(node, traced.prefix)
+            stack = traced.within(node)
             result = self._settle(node, self._call(node, traced, values, stack))
             for name in stack:
-                if name in self.pin and any(name not in self._stack(user, traced.prefix) for user in node.users):
+                if name in self.pin and any(name not in traced.within(user) for user in node.users):
                     self.walk.at("pin", node, name)
                     self.walk.pin([v for v in flatten_arguments(result) if isinstance(v, Activation)], "named in pin=")
             values[node] = result
-
-    def _stack(self, node: fx.Node, prefix: str) -> list[str]:
-        """Names of the modules a node lies in, outermost first."""
-        paths = [str(entry[0]) for entry in node.meta.get("nn_module_stack", {}).values()]
-        if node.op == "call_module" and str(node.target) not in paths:
-            paths.append(str(node.target))
-        return [path.removeprefix(prefix).removeprefix(".") for path in paths]
 
     def _tensor(self, tensor: Any) -> Any:
         """A tensor that a module holds, as an abstract value."""
@@ -91,15 +85,13 @@ class Walker:
         if node.op == "placeholder":
             return self._tensor(traced.tensors[node.name]) if node.name in traced.tensors else Activation()
         if node.op == "get_attr":
-            owner, _, name = str(node.target).rpartition(".")
-            return self._tensor(getattr(traced.module.get_submodule(owner), name))
+            return self._tensor(traced.attribute(node))
         if node.op == "output":
             self.walk.at("output", node, "output")
             return opaque(self.walk, *args, reason="the output of the model")
         hook = next((self.hooked[name] for name in stack if name in self.hooked), None)
-        module = traced.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if module is not None:
-            return self._module(node, module, args, kwargs, stack, hook)
+        if node.op == "call_module":
+            return self._module(node, traced.called(node), args, kwargs, stack, hook)
         name = canonical(node.target)
         self.walk.at(name, node, stack[-1] if stack else "")
         leaves = flatten_arguments([args, kwargs])
