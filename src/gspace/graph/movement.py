@@ -1,4 +1,4 @@
-"""Rules for operations that move, cut or join entries of an activation without changing them.
+"""Rules for operations that move entries of an activation without changing them; `pieces.py` cuts and joins.
 
 Most apply the operation itself to the ids. Without an example input some sizes are unknown (`None`): a rule that would
 need one pins its input and asks for `example_input`.
@@ -18,14 +18,12 @@ from gspace.graph.spaces import (
     UNKNOWN_SIZE,
     Activation,
     Buffer,
-    Parts,
     Ranked,
     Rule,
     Size,
     Sizes,
     Walk,
     Weight,
-    along,
     compress,
     grounded,
     ranked,
@@ -39,7 +37,7 @@ def _flat(sizes: Sequence[Any]) -> list[Any]:
     return list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else list(sizes)
 
 
-def _lost(walk: Walk, x: Activation, reason: str, shape: Sizes | None = None) -> Activation:
+def lost(walk: Walk, x: Activation, reason: str, shape: Sizes | None = None) -> Activation:
     walk.pin(x, reason)
     return grounded(shape)
 
@@ -59,7 +57,7 @@ def _vector(w: Weight, operation: Callable[..., Tensor], *args: Any, **kwargs: A
     return Weight(w.name, tuple(moved.shape)) if whole and not w.swap else None
 
 
-def _followed(walk: Walk, w: Weight | Buffer, operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+def followed(walk: Walk, w: Weight | Buffer, operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
     """A parameter or buffer that is moved on its way into an operation."""
     found = _vector(w, operation, *args, **kwargs) if isinstance(w, Weight) else None
     if found is None:
@@ -75,7 +73,7 @@ def _moves(operation: Callable[..., Tensor]) -> Callable[[Rule], Rule]:
         @wraps(rule)
         def whole(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(x, (Weight, Buffer)):
-                return _followed(walk, x, operation, *args, **kwargs)
+                return followed(walk, x, operation, *args, **kwargs)
             return rule(walk, x, *args, **kwargs) if ranked(x) else Activation()
 
         return whole
@@ -87,7 +85,7 @@ def reshape(walk: Walk, x: Any, *sizes: Any, **kwargs: Any) -> Activation:
     """view, reshape: ids are laid out over the full activation, reshaped, and compressed again."""
     target = _flat(sizes or tuple(kwargs.values()))
     if isinstance(x, (Weight, Buffer)):
-        return _followed(walk, x, torch.reshape, target)
+        return followed(walk, x, torch.reshape, target)
     shape: Sizes = tuple(s if isinstance(s, int) and s >= 0 else None for s in target)
     if not ranked(x):
         return grounded(shape)
@@ -95,7 +93,7 @@ def reshape(walk: Walk, x: Any, *sizes: Any, **kwargs: Any) -> Activation:
     if len(known) < len(x.shape) - 1 or x.spread:
         # `x.view(x.size(0), -1)` flattens, whatever the sizes are.
         keeps_batch = len(target) == 2 and _same_batch(x, target[0])
-        return flatten(walk, x, 1) if keeps_batch else _lost(walk, x, UNKNOWN_SIZE, shape)
+        return flatten(walk, x, 1) if keeps_batch else lost(walk, x, UNKNOWN_SIZE, shape)
     batch = x.shape[0] or _BATCH
 
     def laid_out(*more: int) -> Tensor:
@@ -106,12 +104,12 @@ def reshape(walk: Walk, x: Any, *sizes: Any, **kwargs: Any) -> Activation:
     try:
         ids = laid_out()
     except (RuntimeError, TypeError):
-        return _lost(walk, x, UNKNOWN_SIZE, shape)
+        return lost(walk, x, UNKNOWN_SIZE, shape)
     units = compress(ids)
     if x.loose and not all(_same_units(units, lambda *m: compress(laid_out(*m)), *more) for more in ((5,), (5, 7))):
-        return _lost(walk, x, UNKNOWN_RANK)
+        return lost(walk, x, UNKNOWN_RANK)
     if x.shape[0] is None and (ids.shape[:1] != (batch,) or target[0] == batch):
-        return _lost(walk, x, UNKNOWN_SIZE, shape)
+        return lost(walk, x, UNKNOWN_SIZE, shape)
     return Activation(units, (x.shape[0], *ids.shape[1:]) if x.shape[0] is None else tuple(ids.shape))
 
 
@@ -129,9 +127,9 @@ def _same_units(ids: Tensor, operation: Callable[..., Tensor], *args: Any, **kwa
 def flatten(walk: Walk, x: Ranked, start_dim: int = 0, end_dim: int = -1) -> Activation:
     rank = len(x.shape)
     if x.loose and (start_dim > 0 or end_dim >= 0):
-        return _lost(walk, x, UNKNOWN_RANK)
+        return lost(walk, x, UNKNOWN_RANK)
     if start_dim == 0 and rank > 1 and x.shape[0] is None:
-        return _lost(walk, x, "flattened together with the batch")
+        return lost(walk, x, "flattened together with the batch")
     start, end = start_dim % rank, end_dim % rank
     merged = x.shape[start : end + 1]
     if start == end:
@@ -144,7 +142,7 @@ def flatten(walk: Walk, x: Ranked, start_dim: int = 0, end_dim: int = -1) -> Act
     outer = x.ids.shape[:start]
     if end == rank - 1 and math.prod(inner) == 1 and math.prod(outer) == 1 and not x.spread:
         return Activation(x.ids.reshape(*outer, -1), (*x.shape[:start], None), spread=True)
-    return _lost(walk, x, UNKNOWN_SIZE, (*x.shape[:start], None, *x.shape[end + 1 :]))
+    return lost(walk, x, UNKNOWN_SIZE, (*x.shape[:start], None, *x.shape[end + 1 :]))
 
 
 def rearrange(operation: Callable[..., Tensor]) -> Rule:
@@ -157,13 +155,13 @@ def rearrange(operation: Callable[..., Tensor]) -> Rule:
             moved = operation(probe, *args, **kwargs)
             ids = operation(x.ids, *args, **kwargs)
         except (RuntimeError, IndexError, TypeError):
-            return _lost(walk, x, UNKNOWN_SIZE)
+            return lost(walk, x, UNKNOWN_SIZE)
         if x.spread and moved.shape[-1:] != probe.shape[-1:]:
-            return _lost(walk, x, UNKNOWN_SIZE)
+            return lost(walk, x, UNKNOWN_SIZE)
         if x.loose:
             wider = [x.ids.reshape(*more, *x.ids.shape) for more in ((1,), (1, 1))]
             if not all(_same_units(ids, operation, t, *args, **kwargs) for t in wider):
-                return _lost(walk, x, UNKNOWN_RANK)
+                return lost(walk, x, UNKNOWN_RANK)
         return Activation(ids.contiguous(), tuple(x.shape[s - 2] if s > 1 else 1 for s in moved.shape), x.spread)
 
     return rule
@@ -176,7 +174,7 @@ def flip(walk: Walk, x: Any, *dims: Any, **kwargs: Any) -> Activation:
 
 def roll(walk: Walk, x: Any, shifts: Any, dims: Any = None) -> Activation:
     if dims is None or dims in ((), []):  # as one long vector: sizes are not known
-        return _lost(walk, x, UNKNOWN_SIZE) if isinstance(x, Activation) else _reordered(walk, x, torch.clone)
+        return lost(walk, x, UNKNOWN_SIZE) if isinstance(x, Activation) else _reordered(walk, x, torch.clone)
     return _reordered(walk, x, lambda t: torch.roll(t, shifts, dims))
 
 
@@ -185,7 +183,7 @@ def _reordered(walk: Walk, x: Any, operation: Callable[[Tensor], Tensor]) -> Act
     if isinstance(x, (Weight, Buffer)):
         walk.misuse(x, "rearranged on its way into an operation")
         return Activation()
-    return _lost(walk, x, UNKNOWN_SIZE) if x.spread else rearrange(operation)(walk, x)
+    return lost(walk, x, UNKNOWN_SIZE) if x.spread else rearrange(operation)(walk, x)
 
 
 def transpose(walk: Walk, x: Activation | Weight, *args: Any, **kwargs: Any) -> Activation | Weight:
@@ -204,7 +202,7 @@ def squeeze(walk: Walk, x: Activation, *dims: Any, **kwargs: Any) -> Activation:
         return Activation()
     wanted = {d % len(x.shape) for d in dims} if dims else set(range(len(x.shape)))
     if any(x.shape[d] is None for d in wanted) or x.spread:
-        return _lost(walk, x, UNKNOWN_SIZE)
+        return lost(walk, x, UNKNOWN_SIZE)
     kept = [d for d in range(len(x.shape)) if d not in wanted or x.shape[d] != 1]
     return Activation(x.ids.reshape([x.ids.shape[d] for d in kept]), tuple(x.shape[d] for d in kept))
 
@@ -212,7 +210,7 @@ def squeeze(walk: Walk, x: Activation, *dims: Any, **kwargs: Any) -> Activation:
 def expand(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation:
     target = _flat(sizes or tuple(kwargs.values()))
     if not ranked(x) or x.spread:
-        return _lost(walk, x, UNKNOWN_SIZE)
+        return lost(walk, x, UNKNOWN_SIZE)
     lead = len(target) - len(x.shape)
     old: Sizes = (1,) * lead + x.shape
     shape = tuple(o if t == -1 else (t if isinstance(t, int) else None) for t, o in zip(target, old, strict=True))
@@ -221,18 +219,18 @@ def expand(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation:
 
 def expand_as(walk: Walk, x: Activation, other: Any) -> Activation:
     """To the sizes of another value, which has no other part in it."""
-    return _lost(walk, x, UNKNOWN_SIZE) if getattr(other, "shape", None) is None else expand(walk, x, other.shape)
+    return lost(walk, x, UNKNOWN_SIZE) if getattr(other, "shape", None) is None else expand(walk, x, other.shape)
 
 
 @_moves(torch.unflatten)
 def unflatten(walk: Walk, x: Ranked, dim: int, sizes: Any) -> Activation:
     """One dimension, not the batch, as several."""
     if x.loose or x.spread or dim % len(x.shape) == 0:
-        return _lost(walk, x, UNKNOWN_RANK if x.loose else UNKNOWN_SIZE)
+        return lost(walk, x, UNKNOWN_RANK if x.loose else UNKNOWN_SIZE)
     at = dim % len(x.shape)
     parts, whole = list(_flat(tuple(sizes))), x.shape[at]
     if not all(isinstance(n, int) for n in parts) or (whole is None and x.ids.shape[at] > 1):
-        return _lost(walk, x, UNKNOWN_SIZE)
+        return lost(walk, x, UNKNOWN_SIZE)
     if -1 in parts:
         rest = math.prod(n for n in parts if n != -1)
         parts[parts.index(-1)] = None if whole is None else whole // rest
@@ -240,176 +238,6 @@ def unflatten(walk: Walk, x: Ranked, dim: int, sizes: Any) -> Activation:
     return Activation(
         x.ids.reshape(*x.ids.shape[:at], *fine, *x.ids.shape[at + 1 :]), (*x.shape[:at], *parts, *x.shape[at + 1 :])
     )
-
-
-def index(walk: Walk, x: Any, key: Any) -> Any:
-    """`x[key]` of a tuple, a shape, a split or an activation."""
-    if isinstance(x, Parts):
-        return x.part
-    if isinstance(x, (tuple, list, dict)):
-        return x[key]
-    if isinstance(x, (Weight, Buffer)):
-        return _followed(walk, x, lambda t: t[key])
-    if not isinstance(x, Activation) or not ranked(x):
-        return Activation()
-    keys = list(key) if isinstance(key, tuple) else [key]
-    front = [k for k in keys[: keys.index(Ellipsis) if Ellipsis in keys else None] if k is not None]
-    if x.loose and any(k != slice(None) for k in front[1:]):
-        return _lost(walk, x, UNKNOWN_RANK)
-    plain = all(k is None or k is Ellipsis or isinstance(k, (int, slice)) for k in keys)
-    if (
-        not plain
-        or x.spread
-        or any(isinstance(b, Size) for k in keys if isinstance(k, slice) for b in (k.start, k.stop))
-    ):
-        return _lost(walk, x, "indexed by a tensor" if not plain else UNKNOWN_SIZE)
-    if Ellipsis not in keys:
-        keys.append(Ellipsis)
-    at = keys.index(Ellipsis)
-    used = sum(k is not None and k is not Ellipsis for k in keys)
-    keys[at : at + 1] = [slice(None)] * (len(x.shape) - used)
-    ids_key: list[Any] = []
-    shape: list[int | None] = []
-    dim = 0
-    for j, k in enumerate(keys):
-        if k is None:
-            ids_key.append(None)
-            shape.append(1)
-            continue
-        size, constant = x.shape[dim], x.ids.shape[dim] == 1
-        if x.loose and not constant and k != slice(None) and (j < at or size is None):
-            return _lost(walk, x, UNKNOWN_RANK)  # counted from the front, or joined along a dimension that was
-        if isinstance(k, int):
-            ids_key.append(0 if constant else k)
-        else:
-            ids_key.append(slice(None) if constant else k)
-            shape.append(None if size is None and k != slice(None) else size if size is None else len(range(size)[k]))
-        dim += 1
-    try:
-        ids = x.ids[tuple(ids_key)].clone()
-    except IndexError:
-        return _lost(walk, x, UNKNOWN_SIZE)
-    if x.ids.numel() and not ids.numel():  # nothing is left: whoever reads it would find no unit to pin
-        return _lost(walk, x, UNKNOWN_RANK if x.loose else UNKNOWN_SIZE)
-    return Activation(ids, tuple(shape))
-
-
-def cut(walk: Walk, x: Any, dim: int, key: Any) -> Any:
-    """`x[key]` along one dimension: select, narrow and aten's slice."""
-    if not isinstance(x, Activation) or x.shape is None:
-        return index(walk, x, key)
-    if dim < 0:
-        return index(walk, x, (Ellipsis, key) + (slice(None),) * (-dim - 1))
-    return index(walk, x, (slice(None),) * dim + (key,))
-
-
-def select(walk: Walk, x: Any, dim: int, at: int) -> Any:
-    return cut(walk, x, dim, at)
-
-
-def narrow(walk: Walk, x: Any, dim: int, start: int, length: int) -> Any:
-    return cut(walk, x, dim, slice(start, start + length or None))  # -2, 2: to the end, not to 0
-
-
-def slice_(walk: Walk, x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    return cut(walk, x, dim, slice(start, end, step))
-
-
-def split(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
-    """split, chunk: the ids are cut where they change along `dim`; along any other dimension every part is alike."""
-
-    def rule(walk: Walk, x: Activation, sections: Any, dim: int = 0) -> Any:
-        if not ranked(x):
-            return Parts(Activation())
-        if x.spread or (x.loose and dim > 0):
-            return Parts(_lost(walk, x, UNKNOWN_SIZE if x.spread else UNKNOWN_RANK))
-        front, dim = dim >= 0, dim % len(x.shape)
-        if x.ids.shape[dim] == 1:
-            return Parts(Activation(x.ids, tuple(None if d == dim else s for d, s in enumerate(x.shape))))
-        if x.loose and (front or x.shape[dim] is None):
-            return Parts(_lost(walk, x, UNKNOWN_RANK))
-        try:
-            parts = operation(x.ids, sections, dim)
-        except (RuntimeError, TypeError):
-            return Parts(_lost(walk, x, UNKNOWN_SIZE))
-        shapes = [tuple(p.shape[d] if d == dim else s for d, s in enumerate(x.shape)) for p in parts]
-        return tuple(Activation(p, shape) for p, shape in zip(parts, shapes, strict=True))
-
-    return rule
-
-
-def unbind(walk: Walk, x: Activation, dim: int = 0) -> Any:
-    if not ranked(x):
-        return Parts(Activation())
-    if x.ids.shape[dim] == 1:
-        return Parts(select(walk, x, dim, 0))
-    return tuple(select(walk, x, dim, at) for at in range(x.ids.shape[dim]))
-
-
-def cat(walk: Walk, values: Sequence[Any], dim: int = 0, **kwargs: Any) -> Activation:
-    """Ids are joined along the dimension that holds the units; along any other the spaces are tied."""
-    dim = kwargs.get("axis", dim)
-    for v in values:
-        if isinstance(v, (Weight, Buffer)):
-            walk.misuse(v, "concatenated with an activation")
-    held = [grounded(v.shape) if isinstance(v, (Weight, Buffer)) else v for v in values]
-    given = [x for x in held if isinstance(x, Activation)]
-    xs = [x for x in given if ranked(x) and not x.spread]
-    if len(xs) < len(given):
-        walk.pin(given, f"joined with a value whose size is not known; {UNKNOWN_SIZE.split('; ')[1]}")
-        return Activation()
-    rank = len(xs[0].shape)
-    if any(len(x.shape) != rank for x in xs):
-        walk.pin(xs, "joined with a value of another rank")
-        return Activation()
-    unclear = dim > 0 and any(x.loose for x in xs)  # which dimension that is depends on the rank
-    dim %= rank
-    known = [s for s in (x.shape[dim] for x in xs) if s is not None]
-    shape = list(xs[0].shape)
-    shape[dim] = sum(known) if len(known) == len(xs) and not unclear else None
-    ids = [x.ids for x in xs]
-    joins = any(i.shape[dim] > 1 for i in ids) or all(i.numel() == 1 for i in ids)
-    if joins and len(known) == len(xs):
-        others = torch.broadcast_shapes(*[[1 if d == dim else n for d, n in enumerate(i.shape)] for i in ids])
-        laid = [i.expand([s if d == dim else n for d, n in enumerate(others)]) for i, s in zip(ids, known, strict=True)]
-        return Activation(compress(torch.cat(laid, dim)), tuple(shape))
-    if joins and any(i.shape[dim] > 1 for i in ids):
-        walk.pin(xs, UNKNOWN_SIZE)
-        return grounded(shape)
-    for other in ids[1:]:
-        walk.tie(ids[0], other)
-    wide = max(ids, key=lambda i: i.numel())
-    return Activation(wide, tuple(shape))
-
-
-def stack(walk: Walk, values: Sequence[Any], dim: int = 0) -> Activation:
-    lifted = [rearrange(torch.unsqueeze)(walk, v, dim) if isinstance(v, Activation) else v for v in values]
-    return cat(walk, lifted, dim)
-
-
-def constant_pad(walk: Walk, x: Activation, pads: Sequence[Any], value: float = 0) -> Activation:
-    return pad(walk, x, pads, "constant", value)
-
-
-def pad(
-    walk: Walk, x: Activation, pads: Sequence[Any], mode: str = "constant", value: float | None = None
-) -> Activation:
-    """Zeros and mirrored entries keep the space, a constant ≠ 0 does not. Channels of zeros take any scale."""
-    if not ranked(x):
-        return Activation()
-    if mode == "constant" and value not in (None, 0):
-        return _lost(walk, x, f"padded with the constant {value}", x.shape)
-    ids, shape = x.ids, list(x.shape)
-    for step, (low, high) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
-        d = len(shape) - 1 - step
-        size = shape[d]
-        shape[d] = None if size is None or not isinstance(low, int) or not isinstance(high, int) else size + low + high
-        if (low, high) == (0, 0) or (ids.shape[d] == 1 and size != 1 and not x.spread):
-            continue
-        if mode != "constant" or x.spread or size is None or low < 0 or high < 0 or ids.numel() != ids.shape[d]:
-            return _lost(walk, x, "padded along the dimension that holds these units", tuple(shape))
-        ids = along(torch.cat([walk.fresh(low), ids.reshape(-1).expand(size), walk.fresh(high)]), ids.dim(), d)
-    return Activation(ids, tuple(shape), x.spread)
 
 
 def channel_shuffle(walk: Walk, x: Any, groups: int) -> Activation:
@@ -435,18 +263,3 @@ def repeat(walk: Walk, x: Any, *times: Any) -> Activation:
         return opaque(walk, x, reason=UNKNOWN_SIZE)
     sizes = (s * n if isinstance(s, int) and isinstance(n, int) else None for s, n in zip(shape, listed, strict=True))
     return Activation(ids.repeat(copies), tuple(sizes))
-
-
-def index_select(walk: Walk, x: Any, dim: int, index: Any) -> Activation:
-    """Entries gathered along a dimension that holds no units."""
-    if not (isinstance(x, Activation) and isinstance(index, (Activation, Buffer)) and index.shape is not None):
-        return opaque(walk, x, index, reason=UNKNOWN_SIZE)
-    opaque(walk, index, reason="used as indices")
-    if not ranked(x):
-        return Activation()
-    if x.loose or x.spread or x.shape[dim % len(x.shape)] is None:
-        return opaque(walk, x, reason=UNKNOWN_SIZE)
-    if x.ids.shape[dim] > 1:
-        return opaque(walk, x, reason="indexed by a tensor")
-    found = index.shape[0] if index.shape else 1
-    return Activation(x.ids, tuple(found if d == dim % len(x.shape) else s for d, s in enumerate(x.shape)))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gspace.graph import movement
+from gspace.graph import movement, pieces
 from gspace.graph.arithmetic import (
     add,
     cast,
@@ -103,9 +103,9 @@ FUNCTIONS: dict[str, Rule] = {
     "masked_fill": masked_fill,
     "where": where,
     "repeat": movement.repeat,
-    "index_select": movement.index_select,
-    "pad": movement.pad,
-    "constant_pad_nd": movement.constant_pad,
+    "index_select": pieces.index_select,
+    "pad": pieces.pad,
+    "constant_pad_nd": pieces.constant_pad,
     "flatten": movement.flatten,
     **dict.fromkeys("view reshape _unsafe_view".split(), movement.reshape),
     "permute": movement.rearrange(lambda x, *d, **k: torch.permute(x, k.get("dims", d[0] if len(d) == 1 else d))),
@@ -118,16 +118,16 @@ FUNCTIONS: dict[str, Rule] = {
     **dict.fromkeys("expand broadcast_to".split(), movement.expand),
     "expand_as": movement.expand_as,
     "unflatten": movement.unflatten,
-    **dict.fromkeys("split split_with_sizes".split(), movement.split(torch.split)),
-    "chunk": movement.split(torch.chunk),
-    "tensor_split": movement.split(torch.tensor_split),
-    "unbind": movement.unbind,
-    "select": movement.select,
-    "narrow": movement.narrow,
-    "slice": movement.slice_,
-    "getitem": movement.index,
-    **dict.fromkeys("cat concat concatenate".split(), movement.cat),
-    "stack": movement.stack,
+    **dict.fromkeys("split split_with_sizes".split(), pieces.split(torch.split)),
+    "chunk": pieces.split(torch.chunk),
+    "tensor_split": pieces.split(torch.tensor_split),
+    "unbind": pieces.unbind,
+    "select": pieces.select,
+    "narrow": pieces.narrow,
+    "slice": pieces.slice_,
+    "getitem": pieces.index,
+    **dict.fromkeys("cat concat concatenate".split(), pieces.cat),
+    "stack": pieces.stack,
     **dict.fromkeys("size sym_size".split(), size),
     "getattr": attribute,
     "_assert_tensor_metadata": lambda walk, x, *args, **kwargs: None,  # what export writes beside a cast
