@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -64,6 +65,8 @@ KINDS = (
     Kind("FrozenSkeletonSGD", FrozenSkeletonSGD, ALL_OPTIONS, gspace=False),
 )
 GSPACE = tuple(kind for kind in KINDS if kind.gspace)
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
 
 
 class Net(nn.Module):

@@ -9,19 +9,17 @@ from torch import Tensor, nn
 
 import gspace
 from contract import (
-    GSPACE,
     KINDS,
     Kind,
     Net,
     assert_same,
     batches,
+    gspace_kinds,
+    kinds,
     moved,
     train,
     values,
 )
-
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
 
 
 @kinds

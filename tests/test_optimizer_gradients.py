@@ -10,10 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import gspace
-from contract import GSPACE, KINDS, Kind, Net, assert_same, backward, batches, moved, train, values
-
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
+from contract import Kind, Net, assert_same, backward, batches, gspace_kinds, kinds, moved, train, values
 
 
 @kinds

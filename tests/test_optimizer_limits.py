@@ -13,23 +13,19 @@ from torch.nn.utils import parametrizations, vector_to_parameters
 import gspace
 import zoo
 from contract import (
-    GSPACE,
-    KINDS,
     Kind,
     Net,
     assert_same,
     backward,
     batches,
     chain,
+    gspace_kinds,
+    kinds,
     moved,
     train,
     values,
     without_units,
 )
-
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
-
 
 # No unit --------------------------------------------------------------------------------------------------------------
 

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from contract import GSPACE, KINDS, Kind, Net, assert_same, backward, batches, moved, train, values
-
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
-
+from contract import Kind, Net, assert_same, backward, batches, gspace_kinds, kinds, moved, train, values
 
 # Mixed precision ------------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,8 @@ import torch
 from torch.optim import lr_scheduler as S
 from torch.optim.swa_utils import SWALR
 
-from contract import KINDS, Kind, Net, assert_same, backward, batches, moved, train, values
+from contract import Kind, Net, assert_same, backward, batches, kinds, moved, train, values
 
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 STEPS = 9
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {

@@ -21,11 +21,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 
 import contract
 import gspace
-from contract import GSPACE, KINDS, Kind, Net, assert_same, batches, moved, train, values
-
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
-
+from contract import KINDS, Kind, Net, assert_same, batches, gspace_kinds, kinds, moved, train, values
 
 # Files ----------------------------------------------------------------------------------------------------------------
 

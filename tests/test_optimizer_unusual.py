@@ -15,11 +15,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import gspace
 import zoo
-from contract import GSPACE, KINDS, Kind, Net, assert_same, backward, batches, chain, moved, train, values
+from contract import (
+    GSPACE,
+    KINDS,
+    Kind,
+    Net,
+    assert_same,
+    backward,
+    batches,
+    chain,
+    gspace_kinds,
+    moved,
+    train,
+    values,
+)
 from gspace import PathSGD
 
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-gspace_kinds = pytest.mark.parametrize("kind", GSPACE, ids=lambda kind: kind.name)
 WAYS: dict[str, dict[str, Any]] = {"best": {}, "foreach": {"foreach": True}, "definition": {"foreach": False}}
 ways = pytest.mark.parametrize("way", WAYS)
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -280,7 +291,7 @@ def test_kappa_of_half_precision_does_not_vanish() -> None:
         assert bool((kappa > 0).all())
         return model(X.half()).detach().float()
 
-    torch.testing.assert_close(trained(512.0), trained(1.0), rtol=0.02, atol=0.01)
+    torch.testing.assert_close(trained(512.0), trained(1.0), rtol=0.02, atol=0.01)  # 16 bits: three digits
 
 
 def flatten_(model: nn.Module, own_counters: bool) -> nn.Module:

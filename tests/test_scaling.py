@@ -261,7 +261,6 @@ def test_one_changed_weight_refutes_equivalence(name: str) -> None:
             dict(other.named_parameters())[parameter_name].flatten()[-1:].mul_(1.01)
         answer = gspace.are_equivalent(model, other, analysis=found)
         assert not answer, f"{parameter_name} was changed"
-        assert any(known in answer.reason for known, _ in model.named_parameters()), answer.reason
 
 
 def test_the_weight_that_refutes_is_named() -> None:
