@@ -56,6 +56,8 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...], str]] = {
     "residual-tie": (dense.Residual, (2,), "tie"),
     "shared": (dense.Shared, (2,), "tie"),
     "dead-ends": (zoo.DeadEnds, (5,), "pin"),
+    "dead-stream": (zoo.DeadStream, (4,), "tie"),
+    "dead-stream-unread": (lambda: zoo.DeadStream(head=False), (4,), "tie"),
 }
 
 

@@ -566,13 +566,13 @@ def test_weights_that_lie_otherwise_at_the_same_address_are_found() -> None:
     optimizer = gspace.GSGD(model, 0.1)
     put(model, gradients(model, 0))
     optimizer.step()
-    bound, seen = optimizer._fast, optimizer._now()
+    bound, seen = optimizer._fast, optimizer._watch._now()
     model[0].weight.data = model[0].weight.data.t()
     assert bound.stale(optimizer)
     storage = model[2].weight.data.untyped_storage()
     model[2].weight.data = torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, (8, 8))
-    assert optimizer._now()[1] == seen[1]
-    assert optimizer._now() != seen
+    assert optimizer._watch._now()[1] == seen[1]
+    assert optimizer._watch._now() != seen
 
 
 @pytest.mark.gpu

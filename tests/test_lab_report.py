@@ -115,6 +115,7 @@ def test_digits_of_a_loss_end_with_those_of_its_spread() -> None:
     assert mean_std([1200.0, 3400.0], LOSS) == "2300 ± 1556 (2)"
     assert mean_std([0.5, 0.5], LOSS) == "0.5 ± 0 (2)"
     assert mean_std([0.51234], LOSS) == "0.512 (1)"
+    assert mean_std([1e300, -1e300], LOSS) == "0 ± 1.41e+300 (2)"
 
 
 def test_the_papers_errors_do_not_stand_beside_losses() -> None:

@@ -283,6 +283,15 @@ def differences(s: nn.Module, x: Tensor) -> Tensor:
     return s.o(F.relu(s.b(torch.cat([h[:, :1], h[:, 1:] - h[:, :-1]], 1))))
 
 
+def test_a_model_that_asks_for_vectors_needs_no_example() -> None:
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        torch._assert(x.dim() == 2, "expected (batch, features)")
+        return s.o(F.relu(s.a(x)).flip(1))
+
+    model = Net(forward, a=nn.Linear(5, 6), o=nn.Linear(6, 3)).double()
+    torch.testing.assert_close(path_norm(model).log, path_norm(model, example_input=torch.zeros(2, 5).double()).log)
+
+
 @pytest.mark.parametrize(
     "forward",
     [

@@ -477,6 +477,23 @@ class DeadEnds(nn.Module):
         return self.out(x[..., 3:])
 
 
+class DeadStream(nn.Module):
+    """A stream that goes on behind its last use, into nothing or into a head that is dropped."""
+
+    def __init__(self, head: bool = True) -> None:
+        super().__init__()
+        self.stem, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.blocks = nn.ModuleList(mlp(5, 4, 5) for _ in range(2))
+        self.dropped = nn.Linear(5, 2) if head else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        x = F.relu(x + self.blocks[0](x))
+        result = self.out(x)
+        self.dropped(F.relu(x + self.blocks[1](x)))
+        return result
+
+
 class Residual(nn.Module):
     """The smallest residual network: a stream of 5, two blocks, no normalization."""
 

@@ -133,9 +133,10 @@ class InGSpace(GSpaceOptimizer):
 
     def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
         skeleton, mine = super()._saved_skeleton(own), self.optimizer_class.__name__
-        if own.get("optimizer", mine) != mine:
-            raise ValueError(f"this is the state of an InGSpace with {own['optimizer']}, not with {mine}")
         saved.require_torchs(own["inner"])
+        groups = own["inner"]["param_groups"]
+        if own.get("optimizer", mine) != mine and any(self.inner.defaults.keys() - group.keys() for group in groups):
+            raise ValueError(f"this is the state of an InGSpace with {own['optimizer']}, not with {mine}")
         return skeleton
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Sums over all paths of a network, by one forward pass: Σ_paths |v(path)|^p = Σ_outputs f_{|w|^p}(1).
 
-The graph of the model (`trace.py`) is run on one sample of ones, every operation by its rule in `pathrules.py`. As its
-derivatives are sums over paths too, autograd through this pass gives gradients of path norms and Path-SGD's κ.
+The graph of the model (`graph/trace.py`) is run on one sample of ones, every operation by its rule in `pathrules.py`.
+As its derivatives are sums over paths too, autograd through this pass gives gradients of path norms and Path-SGD's κ.
 """
 
 import operator
@@ -217,7 +217,7 @@ class _Pass:
         if known or _picks(node, args):
             try:
                 return run(*args, **kwargs)  # type: ignore[operator]
-            except (TypeError, AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
+            except (TypeError, AttributeError, IndexError, KeyError, RuntimeError, ValueError, AssertionError) as error:
                 raise PathError(
                     f"no sum over paths: {_where(traced, node)} fails on inputs of these sizes ({error}). "
                     "Pass example_input=, a batch the model accepts."

@@ -6,6 +6,7 @@ What is loaded is looked at before it is believed: a step in C would read and wr
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -52,10 +53,10 @@ def load(
             for group in optimizer.param_groups:
                 for key, value in optimizer.defaults.items():
                     group.setdefault(key, value)
-            for p, entry in optimizer.state.items():
-                for key, value in entry.items():
-                    fits = value is None or (isinstance(value, Tensor) and value.shape == p.shape)
-                    require(fits, f"{key} of a parameter is no tensor of its shape")
+            for p, key in product(optimizer.state, ("momentum_buffer", "kappa")):
+                value = optimizer.state[p].get(key) if isinstance(p, Tensor) else None
+                fits = value is None or (isinstance(value, Tensor) and value.shape == p.shape)
+                require(fits, f"{key} of a parameter is no tensor of its shape")
             keep()
 
 

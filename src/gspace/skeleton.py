@@ -24,6 +24,8 @@ from gspace.devices import on_cpu
 from gspace.graph import analyzed
 
 Choice = Literal["aligned", "pivoted"]
+Side = Literal["head", "tail"]
+SIDES: tuple[Side, Side] = ("head", "tail")
 ONLY_ZEROS = "have skeleton weights of 0 (in the first weight that writes them or the last that reads them)"
 
 
@@ -84,7 +86,7 @@ def build_skeleton(
         trained = {name for name, p in weights.items() if p.requires_grad}
     edges, n = analysis.transparent, analysis.H_paper + 1
     live = connected(edges, n)
-    in_edge, out_edge = _first_writer(edges, live), _last_reader(edges, live)
+    in_edge, out_edge = _choose(edges, live, "head"), _choose(edges, live, "tail")
     score = _balanced_size(edges, weights, n) if choice == "pivoted" else None
     in_index, in_size, parent = _pick(edges, weights, live, in_edge, "head", score)
     out_index, out_size, child = _pick(edges, weights, live, out_edge, "tail", score)
@@ -124,31 +126,48 @@ def build_skeleton(
 
 
 def connected(edges: Sequence[Edges], n: int) -> Tensor:
-    """Units on a path from ground to ground, whatever its weights, `(n,)` bool; ground is True."""
-    ahead, behind = torch.arange(n) == 0, torch.arange(n) == 0
+    """Units from which a walk leads up to ground and one down to ground, `(n,)` bool; ground is True."""
+    live = torch.ones(n, dtype=torch.bool)
     while True:
-        before = int(ahead.sum() + behind.sum())
-        for e in edges:
-            ahead[e.head[ahead[e.tail].any(1)]] = True
-        for e in reversed(edges):
-            behind[e.tail[behind[e.head].any(1)]] = True
-        if int(ahead.sum() + behind.sum()) == before:
-            return ahead & behind
+        found = (_choose(edges, live, "head") >= 0) & (_choose(edges, live, "tail") >= 0)
+        found[0] = True
+        if torch.equal(found, live):
+            return live
+        live = found
 
 
-def _first_writer(edges: Sequence[Edges], live: Tensor) -> Tensor:
-    """Which of `edges` is the first to write each live unit, reading live ones; −1 for the others."""
+def _choose(edges: Sequence[Edges], live: Tensor, side: Side) -> Tensor:
+    """Which of `edges` takes each live unit a step nearer to ground; −1 where none does.
+
+    For the side "head" that is the first that writes it, for "tail" the last that reads it, of those whose other end is
+    nearer itself: a stream that is tied comes back to its units, a walk along these edges does not.
+    """
+    place = _places(edges, side)
     result = torch.full(live.shape, -1)
-    for k, e in sorted(enumerate(edges), key=lambda item: -item[1].first):
-        result[e.head[live[e.tail].any(1)]] = k
-    return torch.where(live, result, -1)
+    for k in place.argsort(stable=True).tolist():
+        here, there = _ends(edges[k], side)
+        units = here[_nearer(place, result, live, k)[there].any(1)].reshape(-1)
+        units = units[(result[units] < 0) & live[units]]
+        result[units] = k
+    result[0] = -1
+    return result
 
 
-def _last_reader(edges: Sequence[Edges], live: Tensor) -> Tensor:
-    result = torch.full(live.shape, -1)
-    for k, e in sorted(enumerate(edges), key=lambda item: item[1].last):
-        result[e.tail[live[e.head].any(1)]] = k
-    return torch.where(live, result, -1)
+def _ends(e: Edges, side: Side) -> tuple[Tensor, Tensor]:
+    """The units of that side, and those at the other end."""
+    return (e.head, e.tail) if side == "head" else (e.tail, e.head)
+
+
+def _places(edges: Sequence[Edges], side: Side) -> Tensor:
+    """Where each of `edges` stands on the way from ground, `(edges,)`."""
+    return torch.tensor([e.first if side == "head" else -e.last for e in edges], dtype=torch.long)
+
+
+def _nearer(place: Tensor, chosen: Tensor, live: Tensor, k: int) -> Tensor:
+    """Ground, and the live units whose own edge stands before that of number k, `(n,)` bool."""
+    result = live & (chosen >= 0) & (place[chosen] < place[k])
+    result[0] = True
+    return result
 
 
 def _balanced_size(edges: Sequence[Edges], weights: Mapping[str, Tensor], n: int) -> list[Tensor]:
@@ -194,14 +213,15 @@ def _pick(
     weights: Mapping[str, Tensor],
     live: Tensor,
     chosen: Tensor,
-    side: str,
+    side: Side,
     score: Sequence[Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For every unit u one edge of weight `chosen[u]` with u on `side`: flat index, |w|, and the unit at its other end.
 
-    That one is live too. Without a score, the aligned edge: other index = position of u mod n, within the group, centre
-    tap.
+    That one is nearer to ground. Without a score, the aligned edge: other index = position of u mod n, within the
+    group, centre tap.
     """
+    place = _places(edges, side)
     n = len(chosen)
     index, size, other = (
         torch.zeros(n, dtype=torch.long),
@@ -209,9 +229,9 @@ def _pick(
         torch.zeros(n, dtype=torch.long),
     )
     for k, e in enumerate(edges):
-        here, there = (e.head, e.tail) if side == "head" else (e.tail, e.head)
-        alive = live[there]
-        wanted = (chosen[here] == k) & (here > 0) & alive.any(1, keepdim=True)
+        here, there = _ends(e, side)
+        nearer = _nearer(place, chosen, live, k)[there]
+        wanted = (chosen[here] == k) & (here > 0) & nearer.any(1, keepdim=True)
         if not bool(wanted.any()):
             continue
         w = _sizes(e, weights[e.name])
@@ -221,12 +241,12 @@ def _pick(
         if score is None:
             rows = wanted & _middle(here)
             g, a = rows.nonzero(as_tuple=True)
-            ends = alive.long().argsort(dim=1, descending=True, stable=True)  # the live ones first
-            b = ends[g, _position(here)[g, a] % alive.sum(1)[g]]
+            ends = nearer.long().argsort(dim=1, descending=True, stable=True)  # those first
+            b = ends[g, _position(here)[g, a] % nearer.sum(1)[g]]
             tap = torch.full_like(a, w.shape[3] // 2)
         else:
             s = score[k] if side == "head" else score[k].transpose(1, 2)
-            s = torch.where(alive[:, None, :, None], s, -1)
+            s = torch.where(nearer[:, None, :, None], s, -1)
             best, at = s.flatten(2).max(2)
             g, a = (wanted & _best_place(here, best)).nonzero(as_tuple=True)
             b, tap = at[g, a] // s.shape[3], at[g, a] % s.shape[3]
@@ -305,7 +325,8 @@ def _set_skeleton_(model: nn.Module, found: Analysis, sign: str, generator: torc
     edges, n = found.transparent, found.H_paper + 1
     live = connected(edges, n)
     marks: dict[str, Tensor] = {}
-    for chosen, side in ((_first_writer(edges, live), "head"), (_last_reader(edges, live), "tail")):
+    for side in SIDES:
+        chosen = _choose(edges, live, side)
         index, _, _ = _pick(edges, weights, live, chosen, side, None)
         for k, e in enumerate(edges):
             units = ((chosen == k) & (torch.arange(n) > 0)).nonzero()[:, 0]

@@ -88,7 +88,7 @@ def mean_std(values: Sequence[float], measure: Measure, sign: str = "") -> str:
     if len(values) == 1:
         return f"{values[0]:{sign}{measure.form}} (1)"
     std, form = stdev(values), measure.form
-    if form.endswith("g") and std > 0:
+    if form.endswith("g") and 1e-6 < std < 1e6:
         form = f".{max(0, 1 - floor(log10(std)))}f"
     return f"{fmean(values):{sign}{form}} ± {std:{form}} ({len(values)})"
 
