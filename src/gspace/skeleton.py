@@ -146,7 +146,7 @@ def _choose(edges: Sequence[Edges], live: Tensor, side: Side) -> Tensor:
     result = torch.full(live.shape, -1)
     for k in place.argsort(stable=True).tolist():
         here, there = _ends(edges[k], side)
-        units = here[_nearer(place, result, live, k)[there].any(1)].reshape(-1)
+        units = here[_nearer(there, live, place, result, k).any(1)].reshape(-1)
         units = units[(result[units] < 0) & live[units]]
         result[units] = k
     result[0] = -1
@@ -163,11 +163,10 @@ def _places(edges: Sequence[Edges], side: Side) -> Tensor:
     return torch.tensor([e.first if side == "head" else -e.last for e in edges], dtype=torch.long)
 
 
-def _nearer(place: Tensor, chosen: Tensor, live: Tensor, k: int) -> Tensor:
-    """Ground, and the live units whose own edge stands before that of number k, `(n,)` bool."""
-    result = live & (chosen >= 0) & (place[chosen] < place[k])
-    result[0] = True
-    return result
+def _nearer(ids: Tensor, live: Tensor, place: Tensor, chosen: Tensor, k: int) -> Tensor:
+    """Which of `ids` are ground, or live units whose own edge stands before that of number k; shaped like them."""
+    own = chosen[ids]
+    return (ids == 0) | (live[ids] & (own >= 0) & (place[own] < place[k]))
 
 
 def _balanced_size(edges: Sequence[Edges], weights: Mapping[str, Tensor], n: int) -> list[Tensor]:
@@ -230,7 +229,7 @@ def _pick(
     )
     for k, e in enumerate(edges):
         here, there = _ends(e, side)
-        nearer = _nearer(place, chosen, live, k)[there]
+        nearer = _nearer(there, live, place, chosen, k)
         wanted = (chosen[here] == k) & (here > 0) & nearer.any(1, keepdim=True)
         if not bool(wanted.any()):
             continue
