@@ -167,6 +167,23 @@ def test_distance_does_not_change_under_rescaling_and_weight_distance_does(name:
     assert weight_distance(a, c) > 1
 
 
+def test_weights_on_no_path_have_no_value() -> None:
+    model = randomize_(zoo.DeadEnds(), 0).double()
+    other = rescaled(model, gspace.analyze(model), 1)
+    assert distance(model, other) < 1e-12
+    norms = [float(gspace.basis_path_norm(m, reference="balanced")) for m in (model, other)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    with torch.no_grad():
+        for p in model.dropped.parameters():
+            p.mul_(100)
+    assert float(gspace.basis_path_norm(model, reference="balanced")) == pytest.approx(norms[0], rel=1e-12)
+
+
+def test_networks_of_other_sizes_have_no_distance() -> None:
+    with pytest.raises(ValueError, match="other names or sizes"):
+        distance(nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(2, 4)))
+
+
 def test_distance_is_that_of_explicit_path_values() -> None:
     case = next(c for c in dense.SMALL if c.name == "mlp")
     explicit = dense.explicit(case, choice="aligned")

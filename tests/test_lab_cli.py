@@ -487,7 +487,7 @@ def test_reproduce_waits_for_others_and_runs_what_they_decide(
                 break
         assert read_run(tmp_path / second.folder).summary is not None
         assert held.summary is None
-    out, _ = waiting.communicate(timeout=120)
+    out, _ = waiting.communicate(timeout=600)
     assert waiting.returncode == 0
     assert out.count("status finished") == 2, "the run that was held, and the one that both decide"
     assert main(*few, "--list") == 0

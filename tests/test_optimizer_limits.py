@@ -1,6 +1,7 @@
 """Limits where the answer is known: no unit, no learning rate, a model that others change, another memory layout."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -400,3 +401,13 @@ def test_an_empty_parameter_is_no_obstacle(kind: Kind) -> None:
         model.nothing.grad = torch.empty(0)
         optimizer.step()
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [gspace.GSGD, lambda model, lr: gspace.InGSpace(model, torch.optim.SGD, lr=lr)])
+def test_a_model_without_units_is_said_to_have_none(make: Any) -> None:
+    with pytest.warns(UserWarning, match="no unit of this model can be rescaled") as caught:
+        make(nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2)), lr=0.1)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), lr=0.1)

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shlex
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from gspace.lab.archive import read_records
+from gspace.lab.cli import main
 from gspace.lab.document import markdown
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.models import build_model
@@ -19,13 +21,14 @@ from gspace.lab.report import assemble
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs" / "results" / "report.md"
+COMMAND, COUNTING = "gspace report results/runs", " --results results/runs"
 BLOCK = re.compile(r"<!-- gspace report results/runs -->\n(.*?)\n<!-- end -->", re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def report() -> str:
     records = read_records([ROOT / "results" / "runs"])
-    return markdown(assemble(records, list(EXPERIMENTS.values()), "gspace report results/runs"), "figures")
+    return markdown(assemble(records, list(EXPERIMENTS.values()), COMMAND, COUNTING), "figures")
 
 
 def foreign_tables(text: str, report: str) -> list[str]:
@@ -57,6 +60,33 @@ def test_the_committed_report_is_that_of_the_committed_records(report: str) -> N
 def test_tables_are_those_of_the_report(name: str, report: str) -> None:
     assert BLOCK.search((ROOT / name).read_text(encoding="utf-8"))
     assert foreign_tables((ROOT / name).read_text(encoding="utf-8"), report) == []
+
+
+def unmarked_tables(text: str) -> list[str]:
+    """The rows above their rules of tables that no comment marks as the report's."""
+    return re.findall(r"^(\|.*)\n\|[-:| ]+$", BLOCK.sub("", text), re.MULTILINE)
+
+
+def test_a_table_of_results_cannot_stand_in_the_readme_unmarked() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    others = ["| optimizer | MLP 64-64-64-10 | CNN | ResNet-10 without BatchNorm | with BatchNorm |"]  # tested below
+    others += ["| call | what it does |"]
+    assert unmarked_tables(text) == others
+    bare = text.replace("<!-- gspace report results/runs -->\n", "", 1)
+    assert len(unmarked_tables(bare)) == len(others) + 1
+
+
+def test_the_commands_of_what_is_missing_list_as_many_runs(
+    report: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    rows = [line.split(" | ") for line in report.split("## Missing")[1].split("\n## ")[0].splitlines() if "`" in line]
+    assert len(rows) > 10
+    for _, command, which, count, _ in rows:
+        assert main([*shlex.split(command.strip("`"))[1:], "--list", "--out", "absent"]) == 0
+        left = re.findall(r"^left: (\d+) runs|^decided by these: (\d+) more", capsys.readouterr().out, re.MULTILINE)
+        assert sum(int(a or b) for a, b in left) == int(count), command
+        assert sum(int(part.split()[0]) for part in which.split(", ")) == int(count), command
 
 
 def test_a_changed_number_is_found(report: str) -> None:

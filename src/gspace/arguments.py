@@ -5,24 +5,32 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
-from gspace.analysis import Residual
+from gspace.analysis import Analysis, Residual
 from gspace.graph.trace import Inputs
 from gspace.skeleton import ONLY_ZEROS, Skeleton
 
 
 def require_model(model: Any) -> None:
-    """A module whose parameters are here, with their values."""
+    """A module whose parameters are here, with their values, and can be trained."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the first argument is the model, not its parameters; got {type(model).__name__}")
+    require_values(model)
     for name, p in model.named_parameters():
-        if p.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
+        if not isinstance(p, UninitializedParameter) and p.is_inference():
+            raise ValueError(f"parameter {name!r} was made under torch.inference_mode and cannot be trained")
         if type(p.data).__name__ == "DTensor":
             raise ValueError(
                 f"parameter {name!r} is a DTensor (FSDP2 and tensor parallelism make them): "
                 "a step needs whole weights, as ordinary tensors"
             )
+
+
+def require_values(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
 
 
 def require_one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -73,6 +81,16 @@ def analyze_options(example_input: Inputs | None, residual: Residual, pin: Itera
         raise TypeError(f"pin takes names of modules, got {pin!r}")
     names = (pin,) if isinstance(pin, str) else tuple(pin)
     return options | ({"pin": names} if names else {})
+
+
+def warn_of_no_units(analysis: Analysis, owner: str, stacklevel: int) -> None:
+    if analysis.H_paper == 0:
+        warnings.warn(
+            f"no unit of this model can be rescaled, so {owner} does to it what its optimizer does without G-space: "
+            "gspace.analyze says what pins them; an example_input may tell more.",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def warn_of_zeros(skeleton: Skeleton, owner: str, stacklevel: int) -> None:

@@ -26,6 +26,7 @@ from gspace.arguments import (
     require_numbers,
     require_one_of,
     require_own,
+    warn_of_no_units,
     warn_of_other_weights,
     warn_of_zeros,
 )
@@ -78,6 +79,7 @@ class GSpaceOptimizer(Optimizer):
         self.analysis = analyzed(model, analysis, analyze_options(example_input, residual, pin))
         self._wanted = reference
         self._adopt(*self._find_skeleton())
+        warn_of_no_units(self.analysis, type(self).__name__, stacklevel=3)
         warn_of_zeros(self.skeleton, type(self).__name__, stacklevel=3)
         self._ready, self._begun = True, False
 

@@ -23,7 +23,7 @@ from gspace.analysis import Analysis, Edges
 from gspace.arguments import require_one_of
 from gspace.graph import analyzed
 from gspace.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
-from gspace.skeleton import Skeleton, build_skeleton
+from gspace.skeleton import Skeleton, build_skeleton, connected
 from gspace.step import Layer, allocate_skeleton, allocate_weights, plan
 
 View = Literal["transparent", "exact"]
@@ -39,6 +39,7 @@ class Coordinates:
         others: Names of the trainable parameters that touch none.
         reference_in, reference_out: log|·| and sign of I_ref and O_ref, `(H + 1,)`.
         roots: Units whose incoming skeleton weight is trained, `(roots,)`.
+        on_path: 0 at weights of units that lie on no path, else 1, by parameter, for those that have such.
     """
 
     skeleton: Skeleton
@@ -47,6 +48,7 @@ class Coordinates:
     reference_in: tuple[Tensor, Tensor]
     reference_out: tuple[Tensor, Tensor]
     roots: Tensor
+    on_path: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,7 @@ class PathValues:
     """The basis paths of a network.
 
     Attributes:
-        edges: Values of the non-skeleton paths by parameter, 0 at entries on the skeleton.
+        edges: Values of the non-skeleton paths by parameter, 0 at entries on the skeleton and on no path.
         roots: Values of the trained skeleton paths, `(roots,)`.
     """
 
@@ -62,7 +64,7 @@ class PathValues:
     roots: Tensor
 
     def vector(self) -> Tensor:
-        """All of them, flat (with a 0 for every skeleton entry)."""
+        """All of them, flat (with a 0 for every entry that has none)."""
         return torch.cat([*(v.reshape(-1) for v in self.edges.values()), self.roots])
 
 
@@ -95,7 +97,20 @@ def coordinates(
     inside = {layer.edges.name for layer in layers}
     others = tuple(name for name, p in weights.items() if p.requires_grad and name not in inside)
     roots = skeleton.roots.to(reference_in[0].device)
-    return Coordinates(skeleton, layers, others, reference_in, reference_out, roots)
+    return Coordinates(skeleton, layers, others, reference_in, reference_out, roots, _on_path(found, weights))
+
+
+def _on_path(found: Analysis, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    live = connected(found.transparent, found.H_paper + 1)
+    masks = {}
+    for e in found.transparent:
+        both = live[e.head][:, :, None] & live[e.tail][:, None, :]
+        if not bool(both.all()):
+            mask = torch.ones(weights[e.name].shape)
+            view = e.view(mask)
+            view.mul_(both.reshape(*both.shape, *[1] * (view.dim() - 3)))
+            masks[e.name] = mask.to(weights[e.name])
+    return masks
 
 
 def _exact(e: Edges, H: int) -> Edges:
@@ -134,7 +149,9 @@ def path_values(at: Coordinates, weights: Mapping[str, Tensor]) -> PathValues:
         weight = weights[layer.edges.name]
         view = layer.edges.view(weight)
         edges[layer.edges.name] = view * _factor(layer, view, into, out) * off_skeleton(layer, weight.detach())
-    edges |= {name: weights[name] for name in at.others}
+        if layer.edges.name in at.on_path:
+            edges[layer.edges.name] = edges[layer.edges.name] * layer.edges.view(at.on_path[layer.edges.name])
+    edges |= {name: weights[name] * at.on_path.get(name, 1) for name in at.others}
     return PathValues(edges, (into[1] * out[1] * (into[0] + out[0]).exp())[at.roots])
 
 

@@ -204,11 +204,17 @@ def distance(model_a: nn.Module, model_b: nn.Module, *, at: Coordinates | None =
     Measured in the exact coordinates of `model_a` (skeleton pivoted in its balanced representative, path products in
     units of that representative), so that it does not change when either network is rescaled. It is 0 where they are
     equivalent, and where they differ in the signs of free skeleton weights alone, which path values do not tell. Along
-    a training, pass the first network as `model_a`, or its coordinates.
+    a training, pass the first network as `model_a`, or its coordinates. (Weights of a unit whose skeleton weights are
+    all 0 in `model_a`, as behind a zero-initialised layer, have no path value; they count as they are, scale and all.)
 
     Args:
         at: Coordinates to measure in; otherwise `options` are for `coordinates`.
     """
+    sizes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in (model_a, model_b)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            "distance is between networks of one architecture; these have parameters of other names or sizes"
+        )
     at = at if at is not None else coordinates(model_a, **{"reference": "balanced", "view": "exact", **options})
     with torch.no_grad():
         a, b = (path_values(at, dict(m.named_parameters())).vector().double() for m in (model_a, model_b))

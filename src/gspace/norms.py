@@ -92,6 +92,9 @@ def basis_path_norm(
 ) -> Tensor:
     """φ_s, the norm of order s of (v_e, log|v_r|) over the basis paths; s = ∞ is the basis-path norm.
 
+    No rescaling changes it, but for units whose skeleton weights are all 0, as behind a zero-initialised layer: their
+    weights have no path value and count as they are.
+
     Args:
         order: s; every finite one is a smooth bound of the maximum from above.
         at: Coordinates of an earlier state of the model; otherwise `reference` and `options` are for `coordinates`,
@@ -136,6 +139,8 @@ class BasisPathPenalty:
     ) -> None:
         if mode not in _PENALTIES:
             raise ValueError(f"mode must be one of {', '.join(map(repr, _PENALTIES))}, got {mode!r}")
+        if isinstance(weight, nn.Module):
+            raise TypeError("the first argument is the weight λ; the model is given when the penalty is called")
         if not weight >= 0 or not 1 < order < math.inf:
             raise ValueError(f"weight must not be negative and order lie between 1 and ∞, got {weight} and {order}")
         self.weight, self.mode, self.order = weight, mode, order

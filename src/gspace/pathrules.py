@@ -390,7 +390,7 @@ RULES: dict[str, Rule] = {
     "mean": mean,
     "sum": total,
     "expand_as": expand_as,
-    **dict.fromkeys("matmul mm".split(), matmul),
+    **dict.fromkeys("matmul mm bmm".split(), matmul),
     "addmm": addmm,
     **dict.fromkeys("gt lt ge le eq ne".split(), compare),
     **dict.fromkeys("masked_fill where".split(), masked),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis
+from gspace.arguments import require_values
 from gspace.balance import balanced_log_scales
 from gspace.graph import analyzed
 
@@ -96,6 +97,7 @@ def rescale_(
         ValueError: Scales that are not positive and finite, of the wrong number, or that would overflow or flush a
             weight to zero in its dtype. Nothing has been touched then.
     """
+    require_values(model)
     found = analyzed(model, analysis, options)
     scales = scales if isinstance(scales, Scales) else Scales(scales)
     if len(scales) not in (found.H, found.H + found.H_absorbed):
@@ -150,6 +152,7 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
     It is unique where every unit lies on a path of non-zero weights from ground to ground; other units keep their
     scale (`gspace.balance`). The function does not change.
     """
+    require_values(model)
     found = analyzed(model, analysis, options)
     n = 1 + found.H + found.H_absorbed
     fixed = torch.arange(n, device="cpu") > found.H if not absorbed else None

@@ -16,6 +16,7 @@ from gspace.graph.spaces import (
     Buffer,
     DType,
     Parts,
+    Ranked,
     Size,
     Walk,
     Weight,
@@ -64,10 +65,10 @@ def pinned(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Activation:
 
 
 def like(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Activation:
-    """zeros_like, randn_like …: only the shape is read, unless a value is handed over too."""
+    """zeros_like, randn_like …: only the shape is read, unless a value is handed over too; new_zeros … read none."""
     if any(isinstance(v, (Activation, Weight, Buffer)) for v in flatten_arguments([args, kwargs])):
         return opaque(walk, *args, **kwargs)
-    return grounded(x.shape) if isinstance(x, Activation) else Activation()
+    return grounded(x.shape) if isinstance(x, Activation) and not walk.operation.startswith("new_") else Activation()
 
 
 def threshold(walk: Walk, x: Any, threshold: Any, value: Any, *args: Any) -> Activation:
@@ -102,7 +103,7 @@ def _broadcast(a: Activation, b: Activation) -> Activation:
     if not ranked(main):
         return main
     if not ranked(other):  # it may have more dimensions, in front
-        return replace(main, loose=True)
+        return replace(main, shape=tuple(None if s == 1 else s for s in main.shape), loose=True, lead=0)
     rank = max(len(main.shape), len(other.shape))
     pad_main, pad_other = (1,) * (rank - len(main.shape)) + main.shape, (1,) * (rank - len(other.shape)) + other.shape
     shape = tuple(
@@ -167,9 +168,14 @@ def _one_axis(shape: Sequence[int]) -> int | None:
     return long[0] if len(long) == 1 else None
 
 
+def _fits(x: Ranked, w: Weight, axis: int) -> bool:
+    """Whether the axis is one of x, and a parameter of more dimensions adds none that x is not known to have."""
+    return x.ids.dim() >= (-axis if x.loose else len(w.shape))
+
+
 def _bias(walk: Walk, x: Activation, bias: Weight) -> Activation:
     axis = _one_axis(bias.shape)
-    if axis is None or x.ids is None or x.spread or x.ids.dim() < -axis:
+    if axis is None or not ranked(x) or x.spread or not _fits(x, bias, axis):
         return opaque(walk, x, bias, reason="a parameter added that is not one value per unit")
     walk.vector(bias, walk.channels(x, axis, bias.shape[axis]))
     return x
@@ -197,7 +203,7 @@ def _diagonal(walk: Walk, x: Activation, scale: Weight) -> Activation:
     if axis is None and all(s == 1 for s in scale.shape):
         walk.misuse(scale, "also one factor for many channels, which no scale changes")
         return x
-    if axis is None or not ranked(x) or x.spread or x.ids.dim() < -axis:
+    if axis is None or not ranked(x) or x.spread or not _fits(x, scale, axis):
         return opaque(walk, x, scale, reason="multiplied by a parameter that is not one value per unit")
     n = scale.shape[axis]
     tail, head = walk.channels(x, axis, n), walk.fresh(n)

@@ -41,10 +41,25 @@ def linear(walk: Walk, x: Any, weight: Any, bias: Any = None) -> Activation:
 
 
 def matmul(walk: Walk, x: Any, y: Any) -> Activation:
-    """`x @ w` is a linear layer whose parameter is stored (in, out)."""
+    """`x @ w` is a linear layer whose parameter is stored (in, out); `adjacency @ h` sums over samples or tokens."""
     if isinstance(x, Activation) and isinstance(y, Weight) and len(y.shape) == 2:
         return linear(walk, x, Weight(y.name, y.shape[::-1], not y.swap))
+    if isinstance(x, Buffer) or (isinstance(x, Activation) and x.grounded):
+        return _mixed(walk, x, y)
     return opaque(walk, x, y, reason="the product of two activations")
+
+
+def _mixed(walk: Walk, x: Activation | Buffer, y: Any) -> Activation:
+    """A product from the left with what no scale changes; the dimension that it sums over must hold no units."""
+    if x.shape is None or not isinstance(y, Activation) or not ranked(y) or y.spread:
+        return opaque(walk, x, y, reason=UNKNOWN_SIZE)
+    rank = max(len(x.shape), len(y.shape))
+    if min(len(x.shape), len(y.shape)) < 2 or y.ids.numel() != y.ids.shape[-1]:
+        return opaque(walk, x, y, reason="a product that sums over units")
+    if isinstance(x, Buffer):
+        walk.misuse(x, "read beside an activation")
+    shape = (*(None,) * (rank - 2), x.shape[-2], y.shape[-1])
+    return Activation(along(y.ids.reshape(-1), rank, -1), shape)
 
 
 def addmm(walk: Walk, x: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Activation:
@@ -158,7 +173,7 @@ def reduce(walk: Walk, x: Any, dim: Any = None, keepdim: bool = False, **kwargs:
         return opaque(walk, x)
     if "dtype" in kwargs:  # sum(dtype=torch.long) rounds
         x = cast(walk, x, kwargs["dtype"])
-    dim = kwargs.get("axis", dim)
+    dim, keepdim = kwargs.get("axis", dim), kwargs.get("keepdims", keepdim)
     if not ranked(x):
         return Activation()
     if x.spread:
@@ -175,7 +190,8 @@ def reduce(walk: Walk, x: Any, dim: Any = None, keepdim: bool = False, **kwargs:
             walk.tie(first, ids)
         ids, shape[d] = first, 1
     kept = [d for d in range(rank) if keepdim or d not in dims]
-    return Activation(ids.reshape([ids.shape[d] for d in kept]), tuple(shape[d] for d in kept))
+    lead = 0 if 0 in dims else x.lead
+    return Activation(ids.reshape([ids.shape[d] for d in kept]), tuple(shape[d] for d in kept), lead=lead)
 
 
 def extremum(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Any:

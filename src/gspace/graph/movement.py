@@ -110,7 +110,8 @@ def reshape(walk: Walk, x: Any, *sizes: Any, **kwargs: Any) -> Activation:
         return lost(walk, x, UNKNOWN_RANK)
     if x.shape[0] is None and (ids.shape[:1] != (batch,) or target[0] == batch):
         return lost(walk, x, UNKNOWN_SIZE, shape)
-    return Activation(units, (x.shape[0], *ids.shape[1:]) if x.shape[0] is None else tuple(ids.shape))
+    lead = 0 if x.loose and not _same_batch(x, target[0]) else x.lead  # as -1, all dimensions in front are one
+    return Activation(units, (x.shape[0], *ids.shape[1:]) if x.shape[0] is None else tuple(ids.shape), lead=lead)
 
 
 def _same_units(ids: Tensor, operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> bool:
@@ -131,17 +132,18 @@ def flatten(walk: Walk, x: Ranked, start_dim: int = 0, end_dim: int = -1) -> Act
     if start_dim == 0 and rank > 1 and x.shape[0] is None:
         return lost(walk, x, "flattened together with the batch")
     start, end = start_dim % rank, end_dim % rank
+    lead = x.lead if start else 0
     merged = x.shape[start : end + 1]
     if start == end:
         return x
     known = [s for s in merged if s is not None]
     if len(known) == len(merged) and not x.spread:
         ids = x.ids.expand([*x.ids.shape[:start], *known, *x.ids.shape[end + 1 :]]).flatten(start, end)
-        return Activation(compress(ids), (*x.shape[:start], math.prod(known), *x.shape[end + 1 :]))
+        return Activation(compress(ids), (*x.shape[:start], math.prod(known), *x.shape[end + 1 :]), lead=lead)
     inner = x.ids.shape[start + 1 : end + 1]
     outer = x.ids.shape[:start]
     if end == rank - 1 and math.prod(inner) == 1 and math.prod(outer) == 1 and not x.spread:
-        return Activation(x.ids.reshape(*outer, -1), (*x.shape[:start], None), spread=True)
+        return Activation(x.ids.reshape(*outer, -1), (*x.shape[:start], None), spread=True, lead=lead)
     return lost(walk, x, UNKNOWN_SIZE, (*x.shape[:start], None, *x.shape[end + 1 :]))
 
 
@@ -162,7 +164,9 @@ def rearrange(operation: Callable[..., Tensor]) -> Rule:
             wider = [x.ids.reshape(*more, *x.ids.shape) for more in ((1,), (1, 1))]
             if not all(_same_units(ids, operation, t, *args, **kwargs) for t in wider):
                 return lost(walk, x, UNKNOWN_RANK)
-        return Activation(ids.contiguous(), tuple(x.shape[s - 2] if s > 1 else 1 for s in moved.shape), x.spread)
+        shape = tuple(x.shape[s - 2] if s > 1 else 1 for s in moved.shape)
+        stays = moved.shape[:1] == probe.shape[:1] and not x.loose
+        return Activation(ids.contiguous(), shape, x.spread, lead=x.lead if stays else 0)
 
     return rule
 
@@ -196,6 +200,13 @@ def transpose(walk: Walk, x: Activation | Weight, *args: Any, **kwargs: Any) -> 
     return rearrange(torch.transpose if args or kwargs else torch.t)(walk, x, *args, **kwargs)
 
 
+def reverse(walk: Walk, x: Activation | Weight) -> Activation | Weight:
+    """`x.T`: all dimensions, not the last two alone."""
+    if isinstance(x, Weight):
+        return transpose(walk, x)
+    return rearrange(lambda t: t.permute(*range(t.dim() - 1, -1, -1)))(walk, x)
+
+
 def squeeze(walk: Walk, x: Activation, *dims: Any, **kwargs: Any) -> Activation:
     dims = tuple(_flat(dims or tuple(kwargs.values())))
     if not ranked(x):
@@ -204,17 +215,19 @@ def squeeze(walk: Walk, x: Activation, *dims: Any, **kwargs: Any) -> Activation:
     if any(x.shape[d] is None for d in wanted) or x.spread:
         return lost(walk, x, UNKNOWN_SIZE)
     kept = [d for d in range(len(x.shape)) if d not in wanted or x.shape[d] != 1]
-    return Activation(x.ids.reshape([x.ids.shape[d] for d in kept]), tuple(x.shape[d] for d in kept))
+    lead = x.lead if 0 in kept else 0
+    return Activation(x.ids.reshape([x.ids.shape[d] for d in kept]), tuple(x.shape[d] for d in kept), lead=lead)
 
 
 def expand(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation:
     target = _flat(sizes or tuple(kwargs.values()))
     if not ranked(x) or x.spread:
         return lost(walk, x, UNKNOWN_SIZE)
-    lead = len(target) - len(x.shape)
-    old: Sizes = (1,) * lead + x.shape
+    more = len(target) - len(x.shape)
+    old: Sizes = (1,) * more + x.shape
     shape = tuple(o if t == -1 else (t if isinstance(t, int) else None) for t, o in zip(target, old, strict=True))
-    return Activation(x.ids.reshape([1] * lead + list(x.ids.shape)), shape)
+    stays = not more and (target[:1] == [-1] or _same_batch(x, target[0]))
+    return Activation(x.ids.reshape([1] * more + list(x.ids.shape)), shape, lead=x.lead if stays else 0)
 
 
 def expand_as(walk: Walk, x: Activation, other: Any) -> Activation:
@@ -235,9 +248,8 @@ def unflatten(walk: Walk, x: Ranked, dim: int, sizes: Any) -> Activation:
         rest = math.prod(n for n in parts if n != -1)
         parts[parts.index(-1)] = None if whole is None else whole // rest
     fine = parts if x.ids.shape[at] > 1 else [1] * len(parts)
-    return Activation(
-        x.ids.reshape(*x.ids.shape[:at], *fine, *x.ids.shape[at + 1 :]), (*x.shape[:at], *parts, *x.shape[at + 1 :])
-    )
+    ids = x.ids.reshape(*x.ids.shape[:at], *fine, *x.ids.shape[at + 1 :])
+    return Activation(ids, (*x.shape[:at], *parts, *x.shape[at + 1 :]), lead=x.lead)
 
 
 def channel_shuffle(walk: Walk, x: Any, groups: int) -> Activation:
@@ -246,7 +258,7 @@ def channel_shuffle(walk: Walk, x: Any, groups: int) -> Activation:
         return opaque(walk, x, reason=UNKNOWN_RANK)
     if x.ids is None or x.ids.shape[1] == 1:
         return x
-    return Activation(x.ids.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2), x.shape)
+    return Activation(x.ids.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2), x.shape, lead=x.lead)
 
 
 def repeat(walk: Walk, x: Any, *times: Any) -> Activation:
@@ -262,4 +274,4 @@ def repeat(walk: Walk, x: Any, *times: Any) -> Activation:
     if not all(isinstance(n, int) for n in copies) or (x.shape[0] is None and (more or listed[0] != 1)):
         return opaque(walk, x, reason=UNKNOWN_SIZE)
     sizes = (s * n if isinstance(s, int) and isinstance(n, int) else None for s, n in zip(shape, listed, strict=True))
-    return Activation(ids.repeat(copies), tuple(sizes))
+    return Activation(ids.repeat(copies), tuple(sizes), lead=x.lead if x.shape[0] is None else 0)

@@ -82,7 +82,7 @@ FUNCTIONS: dict[str, Rule] = {
     "prelu": prelu,
     "linear": linear,
     "matmul": matmul,
-    "mm": lambda walk, x, mat2: matmul(walk, x, mat2),
+    **dict.fromkeys("mm bmm".split(), lambda walk, x, mat2: matmul(walk, x, mat2)),
     "addmm": addmm,
     "embedding": embedding,
     "batch_norm": batch_norm,
@@ -132,6 +132,16 @@ FUNCTIONS: dict[str, Rule] = {
     "getattr": attribute,
     "_assert_tensor_metadata": lambda walk, x, *args, **kwargs: None,  # what export writes beside a cast
     "dim": rank,
+}
+
+
+# What reads and writes one sample at a time, or entry by entry. What moves, cuts or sums says itself if it does.
+KEEPS_BATCH = {
+    *(*POINTWISE.split(), *COPIES.split(), *CASTS.split(), *INHOMOGENEOUS.split(), *LIKE.split()),
+    *"add sub mul multiply div truediv divide maximum minimum clamp clip clamp_min threshold prelu".split(),
+    *"linear addmm embedding batch_norm functional_batch_norm".split(),
+    *"gt lt ge le eq ne masked_fill where pixel_shuffle pixel_unshuffle".split(),
+    *(name for name in FUNCTIONS if name.startswith(("conv", "interpolate", "upsample")) or "_pool" in name),
 }
 
 

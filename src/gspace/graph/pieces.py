@@ -76,7 +76,7 @@ def index(walk: Walk, x: Any, key: Any) -> Any:
         return lost(walk, x, UNKNOWN_SIZE)
     if x.ids.numel() and not ids.numel():  # nothing is left: whoever reads it would find no unit to pin
         return lost(walk, x, UNKNOWN_RANK if x.loose else UNKNOWN_SIZE)
-    return Activation(ids, tuple(shape))
+    return Activation(ids, tuple(shape), lead=x.lead if keys[:1] == [slice(None)] else 0)
 
 
 def cut(walk: Walk, x: Any, dim: int, key: Any) -> Any:
@@ -100,17 +100,23 @@ def slice_(walk: Walk, x: Any, dim: int = 0, start: int | None = None, end: int 
     return cut(walk, x, dim, slice(start, end, step))
 
 
+def _beyond(dim: int, rank: int) -> bool:
+    """Whether a dimension depends on how many more there are in front of `rank` of them; the first does not."""
+    return dim > 0 or dim < -rank
+
+
 def split(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     """split, chunk: the ids are cut where they change along `dim`; along any other dimension every part is alike."""
 
     def rule(walk: Walk, x: Activation, sections: Any, dim: int = 0) -> Any:
         if not ranked(x):
             return Parts(Activation())
-        if x.spread or (x.loose and dim > 0):
+        if x.spread or (x.loose and _beyond(dim, len(x.shape))):
             return Parts(lost(walk, x, UNKNOWN_SIZE if x.spread else UNKNOWN_RANK))
         front, dim = dim >= 0, dim % len(x.shape)
+        lead = x.lead if dim else 0
         if x.ids.shape[dim] == 1:
-            return Parts(Activation(x.ids, tuple(None if d == dim else s for d, s in enumerate(x.shape))))
+            return Parts(Activation(x.ids, tuple(None if d == dim else s for d, s in enumerate(x.shape)), lead=lead))
         if x.loose and (front or x.shape[dim] is None):
             return Parts(lost(walk, x, UNKNOWN_RANK))
         try:
@@ -118,7 +124,7 @@ def split(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
         except (RuntimeError, TypeError):
             return Parts(lost(walk, x, UNKNOWN_SIZE))
         shapes = [tuple(p.shape[d] if d == dim else s for d, s in enumerate(x.shape)) for p in parts]
-        return tuple(Activation(p, shape) for p, shape in zip(parts, shapes, strict=True))
+        return tuple(Activation(p, shape, lead=lead) for p, shape in zip(parts, shapes, strict=True))
 
     return rule
 
@@ -147,8 +153,12 @@ def cat(walk: Walk, values: Sequence[Any], dim: int = 0, **kwargs: Any) -> Activ
     if any(len(x.shape) != rank for x in xs):
         walk.pin(xs, "joined with a value of another rank")
         return Activation()
-    unclear = dim > 0 and any(x.loose for x in xs)  # which dimension that is depends on the rank
+    unclear = any(x.loose for x in xs) and _beyond(dim, rank)
+    if unclear and dim < 0:
+        walk.pin(xs, UNKNOWN_RANK)
+        return Activation()
     dim %= rank
+    lead = xs[0].lead if dim and all(x.lead == xs[0].lead for x in xs) else 0
     known = [s for s in (x.shape[dim] for x in xs) if s is not None]
     shape = list(xs[0].shape)
     shape[dim] = sum(known) if len(known) == len(xs) and not unclear else None
@@ -157,14 +167,14 @@ def cat(walk: Walk, values: Sequence[Any], dim: int = 0, **kwargs: Any) -> Activ
     if joins and len(known) == len(xs):
         others = torch.broadcast_shapes(*[[1 if d == dim else n for d, n in enumerate(i.shape)] for i in ids])
         laid = [i.expand([s if d == dim else n for d, n in enumerate(others)]) for i, s in zip(ids, known, strict=True)]
-        return Activation(compress(torch.cat(laid, dim)), tuple(shape))
+        return Activation(compress(torch.cat(laid, dim)), tuple(shape), lead=lead)
     if joins and any(i.shape[dim] > 1 for i in ids):
         walk.pin(xs, UNKNOWN_SIZE)
         return grounded(shape)
     for other in ids[1:]:
         walk.tie(ids[0], other)
     wide = max(ids, key=lambda i: i.numel())
-    return Activation(wide, tuple(shape))
+    return Activation(wide, tuple(shape), lead=lead)
 
 
 def stack(walk: Walk, values: Sequence[Any], dim: int = 0) -> Activation:
@@ -194,7 +204,7 @@ def pad(
         if mode != "constant" or x.spread or size is None or low < 0 or high < 0 or ids.numel() != ids.shape[d]:
             return lost(walk, x, "padded along the dimension that holds these units", tuple(shape))
         ids = along(torch.cat([walk.fresh(low), ids.reshape(-1).expand(size), walk.fresh(high)]), ids.dim(), d)
-    return Activation(ids, tuple(shape), x.spread)
+    return Activation(ids, tuple(shape), x.spread, lead=x.lead if len(pads) < 2 * len(shape) else 0)
 
 
 def index_select(walk: Walk, x: Any, dim: int, index: Any) -> Activation:

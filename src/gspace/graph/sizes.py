@@ -34,7 +34,7 @@ def rank(walk: Walk, x: Any) -> Any:
 def attribute(walk: Walk, x: Any, name: str) -> Any:
     rules: dict[str, Rule] = {
         "shape": size,
-        "T": movement.transpose,
+        "T": movement.reverse,
         "mT": lambda w, v: movement.transpose(w, v, -1, -2),
         "data": same,
         "device": lambda w, v: None,

@@ -33,6 +33,10 @@ def trace(model: nn.Module, example_input: Inputs | None = None) -> list[Traced]
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     refuse_lazy(model)
     model = unwrap(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TraceError("a TorchScript module cannot be followed: pass the module that it was made from")
+    if getattr(type(model), "forward", None) is nn.Module.forward and "forward" not in vars(model):
+        raise TraceError(f"{type(model).__name__} has no forward: pass the module that calls it")
     traced: list[Traced] = []
     seen: set[tuple[str, ...]] = set()
     for training in (True, False):

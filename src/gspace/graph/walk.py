@@ -2,7 +2,7 @@
 
 import builtins
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from gspace.graph.arithmetic import flatten_arguments, opaque
 from gspace.graph.footprints import Footprints
 from gspace.graph.layers import linear
-from gspace.graph.operations import FUNCTIONS, INPLACE, MODULES
+from gspace.graph.operations import FUNCTIONS, INPLACE, KEEPS_BATCH, MODULES
 from gspace.graph.spaces import Activation, Buffer, Parts, Walk, Weight, grounded
 from gspace.graph.traced import Traced
 
@@ -151,8 +151,18 @@ class Walker:
         ):  # a call the rule was not written for: never guess
             return opaque(self.walk, *args, reason="called in a way no rule is known for", **_renamed(kwargs))
         inputs = [v for v in flatten_arguments([args, kwargs]) if isinstance(v, Activation)]
-        lead = next((v.lead for v in inputs if v.lead), 0) or self.walk.lead()
-        return _inherit(result, any(v.loose for v in inputs), lead)
+        return self._inherit(result, any(v.loose for v in inputs), _batch_of(inputs) if name in KEEPS_BATCH else 0)
+
+    def _inherit(self, result: Any, loose: bool, lead: int) -> Any:
+        """A result has the doubt about the rank of its inputs; its batch is its rule's word, `lead`, or its own."""
+        if isinstance(result, Activation):
+            lead = result.lead or lead or self.walk.lead()
+            return replace(result, loose=loose or result.loose, lead=lead) if result.ids is not None else result
+        if isinstance(result, Parts):
+            return Parts(replace(result.part, loose=loose or result.part.loose))  # they may differ in size
+        if isinstance(result, (tuple, list)):
+            return type(result)(self._inherit(r, loose, lead) for r in result)
+        return result
 
     def _opaque_module(self, module: nn.Module, args: Any, kwargs: Any, hook: str | None) -> Activation:
         """A leaf without a rule: everything it holds is pinned, but for the hidden units of a ReLU feed-forward."""
@@ -190,13 +200,10 @@ class Walker:
         return replace(result, ids=ids, shape=shape, spread=False, loose=False)
 
 
-def _inherit(result: Any, loose: bool, lead: int) -> Any:
-    """A result has the batch of its inputs, and the doubt about their rank."""
-    if isinstance(result, Activation):
-        return replace(result, loose=loose or result.loose, lead=lead) if result.ids is not None else result
-    if isinstance(result, Parts):
-        return Parts(_inherit(result.part, loose, lead))
-    return type(result)(_inherit(r, loose, lead) for r in result) if isinstance(result, (tuple, list)) else result
+def _batch_of(inputs: Sequence[Activation]) -> int:
+    """The batch they share; 0 if they may have several."""
+    leads = {x.lead for x in inputs if x.shape != ()}
+    return leads.pop() if len(leads) == 1 else 0
 
 
 def in_place(target: Any) -> bool:

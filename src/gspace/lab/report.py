@@ -9,7 +9,7 @@ The same records give the same bytes.
 import argparse
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +18,17 @@ from gspace.lab.archive import export, read_records, scores_of, short_recipe
 from gspace.lab.cost import CPU, GPU, duration, estimate
 from gspace.lab.document import Document, Section, Table, markdown
 from gspace.lab.errors import RecordError
-from gspace.lab.experiment import DATA_NAMES, LENGTHS, Cell, Experiment, Variant, guessed, jobs
+from gspace.lab.experiment import (
+    DATA_NAMES,
+    LENGTHS,
+    Cell,
+    Experiment,
+    Method,
+    Scores,
+    Variant,
+    guessed,
+    jobs,
+)
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.figures import draw
 from gspace.lab.page import page
@@ -30,9 +40,12 @@ from gspace.lab.tabulate import MEASURES, Found, outcome, tables, write
 TITLE = "Measured with gspace"
 READING = (
     "Numbers are mean ± sample standard deviation (number of runs). A run that diverged is counted, not averaged. "
-    "Differences are between runs of one seed. Curves are means; the band is from the smallest to the largest run. "
-    "Training loss is, in tables, that of the finished network on all training images as they are; in curves, the mean "
-    "over the batches since the last point, as they were trained on."
+    "Differences are between runs of one seed; a negative one favours G-SGD. Curves are means; the band is from the "
+    "smallest to the largest run. Training loss is, in tables, that of the finished network on all training images as "
+    "they are; in curves, the mean over the batches since the last point, as they were trained on.",
+    "*SGD from skeleton init* starts where G-SGD starts. *Free skeleton frozen* also keeps the skeleton weights that "
+    "G-SGD never changes, one out of every unit. *Skeleton paths held* is G-SGD that keeps its other skeleton weights "
+    "too. *Ratio* and *drift* bound how far the value of a skeleton path may go in one step and in all.",
 )
 
 
@@ -55,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     names = args.only.split(",") if args.only else list(EXPERIMENTS)
     chosen = [EXPERIMENTS[check_name("experiment", name, EXPERIMENTS)] for name in names]
     only = f" --only {args.only}" if args.only else ""
-    document = assemble(records, chosen, f"gspace report {' '.join(map(str, args.runs))}{only}")
+    folders = " ".join(map(str, args.runs))
+    document = assemble(records, chosen, f"gspace report {folders}{only}", f" --results {folders}")
     written = publish(document, args.out)
     print(as_json(document) if args.json else "\n".join(map(str, written)))
     return 0
@@ -105,13 +119,13 @@ class Part:
 
     Attributes:
         cells: Those that are decided.
-        left: Runs to do, a guess where they depend on others that are not done.
+        left: Runs to do and their methods, a guess where they depend on others that are not done.
     """
 
     experiment: Experiment
     variant: Variant
     cells: Sequence[Cell]
-    left: Sequence[Recipe]
+    left: Mapping[Recipe, Method]
 
     @property
     def name(self) -> str:
@@ -125,20 +139,22 @@ class Part:
         return f"{self.experiment.command}{self.variant.flags}"
 
 
-def assemble(records: Sequence[Record], experiments: Sequence[Experiment], command: str) -> Document:
-    """The document that the records give."""
+def assemble(
+    records: Sequence[Record], experiments: Sequence[Experiment], command: str, counting: str = ""
+) -> Document:
+    """The document that the records give, by `command`; with the options `counting` a run of the rest knows them."""
     found = {record.recipe: record for record in records}
     parts = shown([part for experiment in experiments for part in begun(experiment, found)], found)
     known = {recipe for part in parts for recipe in jobs(part.cells)}
     others = [record for record in records if record.recipe not in known]
     appendix = (
-        _missing(experiments, parts, found),
+        _missing(experiments, parts, found, counting),
         _diverged(records),
         _others(others),
         _environments(records),
     )
     sections = tuple(section(part, found) for part in parts)
-    return Document(TITLE, command, (READING,), sections, tuple(table for table in appendix if table.rows))
+    return Document(TITLE, command, READING, sections, tuple(table for table in appendix if table.rows))
 
 
 def begun(experiment: Experiment, found: Found) -> Iterator[Part]:
@@ -147,8 +163,13 @@ def begun(experiment: Experiment, found: Found) -> Iterator[Part]:
     for variant in variants(found):
         cells = variant.cells(experiment, scores)
         if any(recipe in found for recipe in jobs(cells)):
-            planned = variant.cells(experiment, guessed(scores))
-            yield Part(experiment, variant, cells, [r for r in jobs(planned) if scores(r) is None])
+            yield Part(experiment, variant, cells, _left(experiment, variant, scores))
+
+
+def _left(experiment: Experiment, variant: Variant, scores: Scores) -> dict[Recipe, Method]:
+    cells = variant.cells(experiment, guessed(scores))
+    methods = {recipe: cell.method for cell in reversed(cells) for recipe in cell.recipes}
+    return {recipe: methods[recipe] for recipe in jobs(cells) if scores(recipe) is None}
 
 
 def shown(parts: Sequence[Part], found: Found) -> list[Part]:
@@ -191,15 +212,11 @@ def section(part: Part, found: Found) -> Section:
     )
 
 
-def _missing(experiments: Sequence[Experiment], parts: Sequence[Part], found: Found) -> Table:
-    """What is not finished of what was begun, and the experiments of which nothing is."""
+def _missing(experiments: Sequence[Experiment], parts: Sequence[Part], found: Found, counting: str) -> Table:
+    """What is not finished of what was begun, and the experiments of which nothing is; of each method how many runs."""
     there = {part.experiment for part in parts if not part.variant.quick and part.variant.length == 1}
     scores = scores_of(list(found.values()))
-    absent = []
-    for experiment in experiments:
-        if experiment not in there:
-            runs = jobs(Variant().cells(experiment, guessed(scores)))
-            absent.append(Part(experiment, Variant(), (), [recipe for recipe in runs if scores(recipe) is None]))
+    absent = [Part(e, Variant(), (), _left(e, Variant(), scores)) for e in experiments if e not in there]
     rows = []
     for part in (*parts, *absent):
         sets = list(dict.fromkeys(recipe.stands_for or recipe.data for recipe in part.left))
@@ -207,11 +224,12 @@ def _missing(experiments: Sequence[Experiment], parts: Sequence[Part], found: Fo
             runs = [recipe for recipe in part.left if (recipe.stands_for or recipe.data) == data]
             machine = CPU if part.variant.quick else GPU
             cost = f"{duration(estimate(runs, machine))} on {machine.name}"
-            command = f"`{part.command} --data {data}`" if len(sets) > 1 else f"`{part.command}`"
-            rows.append(
-                (f"{part.experiment.name}{part.variant.flags}, {DATA_NAMES[data]}", command, str(len(runs)), cost)
-            )
-    return Table("Missing", ("experiment", "command", "runs", "about"), tuple(rows), 2)
+            command = f"`{part.command}{f' --data {data}' if len(sets) > 1 else ''}{counting}`"
+            count = Counter(part.left[recipe].key for recipe in runs)
+            which = ", ".join(f"{n} {key}" for key, n in count.items())
+            name = f"{part.experiment.name}{part.variant.flags}, {DATA_NAMES[data]}"
+            rows.append((name, command, which, str(len(runs)), cost))
+    return Table("Missing", ("experiment", "command", "which", "runs", "about"), tuple(rows), 3)
 
 
 def _diverged(records: Sequence[Record]) -> Table:

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"decided by these: {len(all_left) - len(left)} more, about {costs(all_left)} in all")
         return 0
     tally = work(cells, args)
-    document = assemble(recorded(args), [experiment], command(args))
+    document = assemble(recorded(args), [experiment], command(args), counting(args))
     written = publish(document, args.report or args.out / "report" / experiment.name)
     print(as_json(document) if args.json else "\n".join(map(str, written)))
     with options.alone(args.json):
@@ -113,6 +113,12 @@ def command(args: argparse.Namespace) -> str:
     quick = " --quick" if args.quick else ""
     length = "" if args.length == "1" else f" --length {args.length}"
     return f"gspace reproduce {args.name}{quick}{length}"
+
+
+def counting(args: argparse.Namespace) -> str:
+    """The options by which the same runs count as finished another time."""
+    results = f" --results {' '.join(map(str, args.results))}" if args.results else ""
+    return f" --out {args.out}{results}"
 
 
 def absent_sets(experiment: Experiment, data_dir: Path | None) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """From records to tables: *paper | ours mean ± std (n)*, failures kept, differences between runs of one seed."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, log10
 from statistics import fmean, stdev
@@ -128,28 +128,20 @@ def table(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> T
     head = [""]
     for method in methods:
         head += [f"{_name(method)}: paper", "ours"] if method in printed else [_name(method)]
-    compared = None if validation else _compared(methods)
-    head += [f"{compared[1].label} against {compared[0].label}"] if compared else []
-    rows = tuple(_row(line, [at.get((line, m)) for m in methods], printed, compared, found, measure) for line in lines)
+    pairs = [] if validation else _compared(methods)
+    head += [f"{other.label} against {base.label}" for base, other in pairs]
+
+    def row(line: str) -> tuple[str, ...]:
+        made = [line]
+        for method in methods:
+            cell = at.get((line, method))
+            made += [str((cell and cell.paper) or "–")] if method in printed else []
+            made.append(_written(cell, found, measure))
+        gaps = [difference(at.get((line, base)), at.get((line, other)), found, measure) for base, other in pairs]
+        return (*made, *gaps)
+
+    rows = tuple(map(row, lines))
     return Table(title, tuple(head), rows, note=note)
-
-
-def _row(
-    line: str,
-    cells: Sequence[Cell | None],
-    printed: Collection[Method],
-    compared: Collection[Method] | None,
-    found: Found,
-    measure: Measure,
-) -> tuple[str, ...]:
-    row = [line]
-    for cell in cells:
-        row += [str(cell.paper or "–")] if cell and cell.method in printed else []
-        row.append(_written(cell, found, measure))
-    if compared:
-        base, other = (next((c for c in cells if c and c.method == method), None) for method in compared)
-        row.append(difference(base, other, found, measure))
-    return tuple(row)
 
 
 def _name(method: Method) -> str:
@@ -163,9 +155,11 @@ def _written(cell: Cell | None, found: Found, measure: Measure) -> str:
     return f"{text}; {cell.setting}" if cell.setting else text
 
 
-def _compared(methods: Sequence[Method]) -> tuple[Method, Method] | None:
-    keys = {method.key: method for method in methods}
-    return (keys["sgd"], keys["gsgd"]) if {"sgd", "gsgd"} <= keys.keys() else None
+def _compared(methods: Sequence[Method]) -> list[tuple[Method, Method]]:
+    """G-SGD with all that is SGD, controls among them."""
+    ours = [method for method in methods if method.key == "gsgd"]
+    plain = [method for method in methods if method.fields.get("optimizer", "sgd").startswith("sgd")]
+    return [(base, other) for other in ours for base in plain]
 
 
 def difference(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> str:
