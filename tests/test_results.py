@@ -9,6 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import gspace
+from gspace.coordinates import coordinates, off_skeleton
 
 pytest.importorskip("matplotlib")
 
@@ -135,6 +140,8 @@ def test_the_pages_of_the_benchmarks_are_those_of_their_records(monkeypatch: pyt
     assert (ROOT / "docs" / "stack.md").read_text(encoding="utf-8") == benchmark("stack", monkeypatch).page(stack)
     guards = json.loads((ROOT / "results" / "guards.json").read_text(encoding="utf-8"))
     assert (ROOT / "docs" / "guards.md").read_text(encoding="utf-8") == benchmark("guards", monkeypatch).table(guards)
+    chain = json.loads((ROOT / "results" / "chain.json").read_text(encoding="utf-8"))
+    assert (ROOT / "docs" / "chain.md").read_text(encoding="utf-8") == benchmark("chain", monkeypatch).page(chain)
     speed = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
     assert speed == benchmark("step.pages", monkeypatch).page(ROOT / "results")
     compared = [line.split(" | ") for line in speed.splitlines() if " GSGD fused " in line]
@@ -142,6 +149,73 @@ def test_the_pages_of_the_benchmarks_are_those_of_their_records(monkeypatch: pyt
     for cells in compared:
         baseline, ours, ratio = (float(cells[k].split()[0]) for k in (7, 8, 9))
         assert ours / baseline == pytest.approx(ratio, rel=0.01, abs=0.01 * ratio + 0.1 / baseline)
+
+
+class Trained:
+    """A small chain with BatchNorm, float64, after a few steps without a guard."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = gspace.init_skeleton_(build_model("plain-10", (3, 8, 8), 10, width=4).double())
+        self.at = coordinates(self.model, reference="one")
+        self.x, self.y = torch.randn(16, 3, 8, 8).double(), torch.randint(10, (16,))
+        self.optimizer = self.fresh()
+        for _ in range(5):
+            self.step()
+
+    def fresh(self) -> gspace.GSGD:
+        return gspace.GSGD(self.model, 0.3, reference="one", max_ratio=float("inf"), max_drift=float("inf"))
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        cross_entropy(self.model(self.x), self.y).backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def test_the_multiplier_of_a_chain_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, trained = benchmark("chain", monkeypatch), Trained()
+    trained.backward()
+    before, into = trained.weights(), trained.optimizer.incoming.clone()
+    grads = {name: p.grad.clone() for name, p in trained.model.named_parameters() if p.grad is not None}
+    layers = list(enumerate(trained.at.layers))
+    factors = [chain.multiplier(trained.optimizer, trained.at, k, before[e.edges.name]).clone() for k, e in layers]
+    trained.optimizer.step()
+    after, ratio = trained.weights(), trained.optimizer.incoming / into
+    assert float(ratio.max() - ratio.min()) > 1e-3
+    for k, layer in layers:
+        w, g, new = (layer.edges.view(values[layer.edges.name]) for values in (before, grads, after))
+        off = off_skeleton(layer, before[layer.edges.name]) > 0
+        expected = (w - 0.3 * factors[k] * g) / layer.columns(ratio, w)
+        torch.testing.assert_close(new[off], expected[off], rtol=1e-12, atol=1e-14)
+
+
+def test_paths_measured_anew_are_1_and_no_weight_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, trained = benchmark("chain", monkeypatch), Trained()
+    sizes, before = chain.path_sizes(trained.at, trained.model), trained.weights()
+    torch.testing.assert_close(sizes, (trained.optimizer.incoming * trained.optimizer.outgoing).abs())
+    assert float((sizes - 1).abs().max()) > 0.1
+    chain.rereference(trained.optimizer)
+    assert all(torch.equal(before[name], w) for name, w in trained.weights().items())
+    torch.testing.assert_close(trained.optimizer.incoming, torch.ones_like(sizes))
+    trained.step()
+    torch.testing.assert_close(trained.optimizer.incoming, chain.path_sizes(trained.at, trained.model) / sizes)
+
+
+def test_a_new_optimizer_measures_paths_as_the_old_one() -> None:
+    """The reference "one", which a network on the skeleton has, does not depend on the weights of now."""
+    kept, replaced = Trained(), Trained()
+    for _ in range(5):
+        replaced.optimizer = replaced.fresh()
+        kept.step()
+        replaced.step()
+    for a, b in zip(kept.weights().values(), replaced.weights().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 def test_every_planted_bug_still_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
