@@ -245,7 +245,7 @@ def key(run: Line) -> tuple[int, int, int]:
 PROSE = (
     """Why one chain through all layers needs a bound, from the values themselves. Plain-34 by G-SGD from the
     skeleton, CIFAR-10, rate 1.0, batch 128, rule `released`, float32: at the paper's width of 64 for the first
-    batches alone (17 to 18 s each on this machine), at width 8 for 200. What the end of a training looks like
+    batches alone (17 to 18 s each on one core), at width 8 for 200. What the end of a training looks like
     is in [fidelity](fidelity.md).""",
     """*At width 64 paths leave at once, and only in one chain* (n = 1). Before step 2 the first are outside of
     [1/2, 2], before step 7 a fifth of the units is; the largest value is 1,000 and stays there, since the step
