@@ -236,6 +236,9 @@ def test_the_best_chain_is_run_in_full() -> None:
     full = [cell for cell in cells if cell.recipes[0].iterations == 64_000]
     assert [cell.method.key for cell in full] == ["chain-spread", "stages", "sgd", "sgd-skeleton"]
     assert full[0].recipes[0].pin == "none"
+    short = {cell.method.key: cell.recipes[0] for cell in cells if cell.part == "short runs"}
+    assert (short["sgd-chain"].optimizer, short["sgd-chain"].pin) == ("sgd", "none")
+    assert short["chain-last"].pin == "last"
     table_1 = jobs(Variant().cells(EXPERIMENTS["table-1"], score))  # what it is compared with costs nothing
     assert all(recipe in table_1 for cell in full[1:] for recipe in cell.recipes)
 

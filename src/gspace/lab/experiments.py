@@ -280,6 +280,7 @@ CHAINS = (
 )
 
 
+CHAIN_LAST = _chain("chain-last", "`released`, no guard, ends before the linear layer", pin="last")
 CHAIN_START = Method(
     "sgd-chain", "SGD from the chain's skeleton init", {"optimizer": "sgd", "init": "skeleton", "pin": "none"}, True
 )
@@ -290,7 +291,8 @@ CHAIN_START = Method(
     "Sec. 5.1 (text)",
     "What makes one chain through all layers of Plain-34 train, and does it beat stage by stage?",
     "The paper's text has one chain; its authors' code ends it at each stage.",
-    "The best is that of the lowest test error of a short run.",
+    "The best is that of the lowest test error of a short run. The chain that ends before the linear layer came later "
+    "(docs/chain.md) and is not among those it was chosen from.",
 )
 def one_chain(quick: bool, scores: Scores) -> Iterator[Cell]:
     base = cifar("plain-34", "cifar10", quick=quick)
@@ -298,7 +300,7 @@ def one_chain(quick: bool, scores: Scores) -> Iterator[Cell]:
     stages = Method("stages", "stage by stage (as in table-1)", G_SGD.fields)
     row = f"{base.model}, {{iterations}} iterations"
     beside = (stages, SGD, FROM_SKELETON)
-    for method in (*CHAINS, *beside, CHAIN_START):
+    for method in (*CHAINS, CHAIN_LAST, *beside, CHAIN_START):
         yield Cell("short runs", row, method, seeds(method.on(short), 1))
     found = best([seeds(method.on(short), 1) for method in CHAINS], scores)
     for method in (*(m for m in CHAINS if found == m.on(short, seed=0)), *(beside if found else ())):

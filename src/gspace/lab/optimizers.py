@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 Rate = float | Tensor
 Builder = Callable[[nn.Module, "Recipe", Rate, Tensor], Optimizer]
 
-PINS: Mapping[str, Callable[[nn.Module], tuple[str, ...]]] = {"none": lambda model: (), "stages": stage_ends}
+PINS: Mapping[str, Callable[[nn.Module], tuple[str, ...]]] = {
+    "none": lambda model: (),
+    "stages": stage_ends,
+    "last": lambda model: stage_ends(model)[-1:],
+}
 
 
 def symmetry(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
