@@ -142,12 +142,17 @@ def _groups(edges: Sequence[Edges], H: int, total: int) -> tuple[UnitGroup, ...]
         dim=0, return_inverse=True, return_counts=True
     )
     first = torch.full((len(keys),), total, dtype=torch.long).scatter_reduce(0, inverse, torch.arange(total), "amin")
+    units = first[first.argsort()] + 1  # one of each group
+    place = torch.full((total + 1,), -1).index_put((units,), torch.arange(len(units)))
+    names: list[tuple[list[str], list[str]]] = [([], []) for _ in units]  # who writes and who reads it
+    for e in edges:
+        for column, ids in enumerate((e.head, e.tail)):
+            for k in place[ids.unique()].tolist():
+                if k >= 0:
+                    names[k][column].append(e.name)
     groups = []
-    for k in first.argsort().tolist():
-        u = int(first[k]) + 1
-        written = tuple(e.name for e in edges if bool((e.head == u).any()))
-        read = tuple(e.name for e in edges if bool((e.tail == u).any()))
-        groups.append(UnitGroup(int(counts[k]), written, read, "absorbed" if u > H else "exact"))
+    for u, count, (written, read) in zip(units.tolist(), counts[first.argsort()].tolist(), names, strict=True):
+        groups.append(UnitGroup(count, tuple(written), tuple(read), "absorbed" if u > H else "exact"))
     return tuple(groups)
 
 
