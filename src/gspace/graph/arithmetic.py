@@ -245,8 +245,15 @@ def masked_fill(walk: Walk, x: Any, mask: Any, value: Any) -> Any:
 
 
 def where(walk: Walk, x: Any, y: Any, other: Any) -> Any:
-    """`torch.where(mask, h, 0)`, `torch.where(mask, 0, h)`, `h.where(mask, 0)`: a product with 0 and 1."""
+    """`torch.where(mask, h, 0)`, `torch.where(mask, 0, h)`, `h.where(mask, 0)`: a product with 0 and 1.
+
+    Of two activations, as in `torch.where(h > 0, h, 0.1 * h)`, both must share one scale, as in a sum.
+    """
     factors = [value for value in (x, y, other) if not _is_zero(value)]
+    if len(factors) == 3 and all(isinstance(value, Activation) for value in factors):
+        mask, first = (x, y) if x.grounded else (y, x)
+        if mask.grounded and not first.grounded and not other.grounded:
+            return mul(walk, mask, join(walk, first, other))
     if len(factors) != 2 or not all(isinstance(value, (Activation, Buffer)) for value in factors):
         return opaque(walk, x, y, other, reason="entries are replaced by something other than 0")
     return mul(walk, *factors)
