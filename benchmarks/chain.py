@@ -343,10 +343,10 @@ def summary(runs: Sequence[Line]) -> str:
 def by_depth(runs: Sequence[Line], name: str) -> list[str]:
     """One line for each look of `SHOWN` that all have: quantiles by thirds, each the median over the seeds."""
     lines = []
-    for look in (str(k) for k in SHOWN if all(str(k) in run["looks"] for run in runs)):
-        thirds = zip(*(run["looks"][look][name] for run in runs), strict=True)
+    for step in (str(k) for k in SHOWN if all(str(k) in run["looks"] for run in runs)):
+        thirds = zip(*(run["looks"][step][name] for run in runs), strict=True)
         cells = [", ".join(number(median(values)) for values in zip(*third, strict=True)) for third in thirds]
-        lines.append(" | ".join([look, *cells]))
+        lines.append(" | ".join([step, *cells]))
     return lines
 
 

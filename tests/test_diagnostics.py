@@ -179,6 +179,28 @@ def test_weights_on_no_path_have_no_value() -> None:
     assert float(gspace.basis_path_norm(model, reference="balanced")) == pytest.approx(norms[0], rel=1e-12)
 
 
+def test_a_dropped_branch_with_batch_norm_has_no_value() -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.out = nn.Linear(5, 6), nn.Linear(6, 2)
+            self.branch = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.relu(self.first(x))
+            F.relu(self.branch(h))
+            return self.out(h)
+
+    model = randomize_(Dropped(), 0).double()
+    other = rescaled(model, gspace.analyze(model), 1)
+    assert distance(model, other) < 1e-12
+    before = gspace.basis_path_norm(model, reference="balanced").item()
+    with torch.no_grad():
+        for p in model.branch.parameters():
+            p.mul_(100)
+    assert gspace.basis_path_norm(model, reference="balanced").item() == pytest.approx(before, rel=1e-12)
+
+
 def test_networks_of_other_sizes_have_no_distance() -> None:
     with pytest.raises(ValueError, match="other names or sizes"):
         distance(nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(2, 4)))

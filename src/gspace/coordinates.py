@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges
 from gspace.arguments import require_one_of
+from gspace.devices import on_cpu
 from gspace.graph import analyzed
 from gspace.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
 from gspace.skeleton import Skeleton, build_skeleton, connected
@@ -88,7 +89,7 @@ def coordinates(
     require_one_of("reference", reference, (None, "one", "balanced"))
     found = analyzed(model, analysis, options)
     if view == "exact":
-        found = replace(found, transparent=tuple(_exact(e, found.H) for e in found.edges), H_paper=found.H)
+        found = _exact(found)
     reference = reference or reference_of(model, found)
     skeleton = build_skeleton(model, found, choice=CHOICE[reference])
     weights = dict(model.named_parameters())
@@ -100,10 +101,11 @@ def coordinates(
     return Coordinates(skeleton, layers, others, reference_in, reference_out, roots, _on_path(found, weights))
 
 
+@on_cpu
 def _on_path(found: Analysis, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     live = connected(found.transparent, found.H_paper + 1)
-    masks = {}
-    for e in found.transparent:
+    masks: dict[str, Tensor] = {}
+    for e in found.transparent if not bool(live.all()) else ():
         both = live[e.head][:, :, None] & live[e.tail][:, None, :]
         if not bool(both.all()):
             mask = torch.ones(weights[e.name].shape)
@@ -113,8 +115,18 @@ def _on_path(found: Analysis, weights: Mapping[str, Tensor]) -> dict[str, Tensor
     return masks
 
 
-def _exact(e: Edges, H: int) -> Edges:
-    return replace(e, head=e.head * (e.head <= H), tail=e.tail * (e.tail <= H))
+@on_cpu
+def _exact(found: Analysis) -> Analysis:
+    """The exact view in place of the transparent one: rows that a BatchNorm absorbs are ground if on a path."""
+    live = connected(found.transparent, found.H_paper + 1)
+    seen = {e.name: (live[e.head], live[e.tail]) for e in found.transparent}  # all but the BatchNorms' own parameters
+
+    def relabelled(e: Edges) -> Edges:
+        head, tail = seen.get(e.name, (torch.tensor(True),) * 2)
+        return replace(e, head=e.head * ((e.head <= found.H) | ~head), tail=e.tail * ((e.tail <= found.H) | ~tail))
+
+    total = found.H if bool(live.all()) else found.H + found.H_absorbed
+    return replace(found, transparent=tuple(map(relabelled, found.edges)), H_paper=total)
 
 
 def _products(at: Coordinates, weights: Mapping[str, Tensor]) -> Products:

@@ -111,7 +111,8 @@ class BasisPathPenalty:
 
     "released": ½λ Σ v_e² over the basis paths with a non-skeleton weight, as in the authors' code. With GSGD it takes
     the step that `weight_decay=λ` takes: its gradient in v is λ·v_e, and 0 for skeleton paths. (Not before a BatchNorm:
-    its rule multiplies gradients by row norms, those of the penalty too.)
+    its rule multiplies gradients by row norms, those of the penalty too. And weights that lie on no path, which
+    `weight_decay` shrinks, have no part in it.)
 
     "sup": ½λ φ_s², the smooth bound of order s of the basis-path norm (`order`, 8 by default). It also holds the
     trained skeleton paths near ±1.

@@ -77,7 +77,10 @@ def threshold(walk: Walk, x: Any, threshold: Any, value: Any, *args: Any) -> Act
 
 def clamp(walk: Walk, x: Any, min: Any = None, max: Any = None) -> Activation:
     zero = [bound is None or (isinstance(bound, (int, float)) and bound == 0) for bound in (min, max)]
-    return same(walk, x) if all(zero) else pinned(walk, x, min, max)
+    if all(zero):
+        return same(walk, x)
+    numbers = all(bound is None or isinstance(bound, (int, float)) for bound in (min, max))
+    return pinned(walk, x) if numbers else opaque(walk, x, min, max, reason=NOT_HOMOGENEOUS)  # a bound may broadcast
 
 
 def prelu(walk: Walk, x: Activation, slope: Any) -> Activation:
@@ -105,13 +108,23 @@ def _broadcast(a: Activation, b: Activation) -> Activation:
     if not ranked(other):  # it may have more dimensions, in front
         return replace(main, shape=tuple(None if s == 1 else s for s in main.shape), loose=True, lead=0)
     rank = max(len(main.shape), len(other.shape))
-    pad_main, pad_other = (1,) * (rank - len(main.shape)) + main.shape, (1,) * (rank - len(other.shape)) + other.shape
+    # In front of a loose operand there may be any size, not 1 alone.
+    pad_main, pad_other = ((None if x.loose else 1,) * (rank - len(x.shape)) + x.shape for x in (main, other))
     shape = tuple(
         o if m == 1 else (m if o in (1, m) or m is not None else o) for m, o in zip(pad_main, pad_other, strict=True)
     )
     wide = torch.broadcast_shapes(main.ids.shape, other.ids.shape) if not main.spread else main.ids.shape
     ids = main.ids if other.grounded else main.ids.expand(wide)
-    return Activation(ids.reshape([1] * (rank - ids.dim()) + list(ids.shape)), shape, main.spread or other.spread)
+    ids = ids.reshape([1] * (rank - ids.dim()) + list(ids.shape))
+    return Activation(ids, shape, main.spread or other.spread, lead=_shared_lead(main, other))
+
+
+def _shared_lead(*operands: Ranked) -> int:
+    """The leading size of what they broadcast to; 0 if more than one of them may say it."""
+    rank = max(len(x.shape) for x in operands)
+    surely = not any(x.loose for x in operands)
+    leads = {x.lead for x in operands if not surely or (len(x.shape) == rank and x.shape[:1] not in ((), (1,)))}
+    return leads.pop() if len(leads) == 1 else 0
 
 
 def add(walk: Walk, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +172,7 @@ def join(walk: Walk, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _zero(x: Activation) -> Activation:
-    return Activation(None if x.ids is None else torch.zeros_like(x.ids), x.shape)
+    return Activation(None if x.ids is None else torch.zeros_like(x.ids), x.shape, lead=x.lead)
 
 
 def _one_axis(shape: Sequence[int]) -> int | None:
@@ -178,7 +191,7 @@ def _bias(walk: Walk, x: Activation, bias: Weight) -> Activation:
     if axis is None or not ranked(x) or x.spread or not _fits(x, bias, axis):
         return opaque(walk, x, bias, reason="a parameter added that is not one value per unit")
     walk.vector(bias, walk.channels(x, axis, bias.shape[axis]))
-    return x
+    return x if x.ids.dim() > -axis else replace(x, lead=0)
 
 
 def mul(walk: Walk, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +221,7 @@ def _diagonal(walk: Walk, x: Activation, scale: Weight) -> Activation:
     n = scale.shape[axis]
     tail, head = walk.channels(x, axis, n), walk.fresh(n)
     walk.weight(Weight(scale.name, (n,)), head, tail, groups=n)
-    return Activation(along(head, x.ids.dim(), axis), x.shape)
+    return Activation(along(head, x.ids.dim(), axis), x.shape, lead=x.lead if x.ids.dim() > -axis else 0)
 
 
 def div(walk: Walk, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +249,15 @@ def _is_zero(value: Any) -> bool:
 
 def compare(walk: Walk, x: Any, y: Any) -> Activation:
     """x > 0 and the like: the sign of x, which no positive scale changes."""
-    return grounded(x.shape) if isinstance(x, Activation) and _is_zero(y) else pinned(walk, x, y)
+    return grounded(x.shape) if isinstance(x, Activation) and _is_zero(y) else both_pinned(walk, x, y)
+
+
+def both_pinned(walk: Walk, x: Any, y: Any, *args: Any, **kwargs: Any) -> Activation:
+    """Entry by entry, of two values that may broadcast, and not positively homogeneous."""
+    opaque(walk, x, y, *args, reason=NOT_HOMOGENEOUS, **kwargs)
+    if any(isinstance(v, Weight) for v in (x, y)):
+        return Activation()
+    return _zero(_broadcast(_as_activation(walk, x), _as_activation(walk, y)))
 
 
 def masked_fill(walk: Walk, x: Any, mask: Any, value: Any) -> Any:

@@ -51,10 +51,14 @@ def matmul(walk: Walk, x: Any, y: Any) -> Activation:
 
 def _mixed(walk: Walk, x: Activation | Buffer, y: Any) -> Activation:
     """A product from the left with what no scale changes; the dimension that it sums over must hold no units."""
-    if x.shape is None or not isinstance(y, Activation) or not ranked(y) or y.spread:
+    if not isinstance(y, Activation):
+        return opaque(walk, x, y, reason="the product with a value that is not an activation")
+    if x.shape is None or not ranked(y) or y.spread:
         return opaque(walk, x, y, reason=UNKNOWN_SIZE)
     rank = max(len(x.shape), len(y.shape))
-    if min(len(x.shape), len(y.shape)) < 2 or y.ids.numel() != y.ids.shape[-1]:
+    if min(len(x.shape), len(y.shape)) < 2:
+        return opaque(walk, x, y, reason="the product with a vector")
+    if y.ids.numel() != y.ids.shape[-1]:
         return opaque(walk, x, y, reason="a product that sums over units")
     if isinstance(x, Buffer):
         walk.misuse(x, "read beside an activation")
@@ -82,7 +86,9 @@ def conv(dims: int, transposed: bool = False) -> Rule:
         walk.weight(weight, head, walk.channels(x, -dims - 1, n), groups, swap=transposed)
         _add_bias(walk, head, bias)
         rank = dims + 2 if x.ids is None else x.ids.dim()
-        return Activation(along(head, rank, -dims - 1), (None,) * (rank - dims - 1) + (out,) + (None,) * dims)
+        lead = x.lead if rank > dims + 1 else 0  # without a batch the channels lead
+        shape = (None,) * (rank - dims - 1) + (out,) + (None,) * dims
+        return Activation(along(head, rank, -dims - 1), shape, lead=lead)
 
     return rule
 
@@ -164,6 +170,8 @@ def max_pool_with_indices(dims: int) -> Rule:
 
 
 def interpolate(walk: Walk, x: Any, *args: Any, **kwargs: Any) -> Activation:
+    if x.loose:  # how many dimensions it resizes depends on the rank
+        return opaque(walk, x, reason=UNKNOWN_RANK)
     return pool(max(len(x.shape or ()) - 2, 1))(walk, x)
 
 
@@ -180,7 +188,7 @@ def reduce(walk: Walk, x: Any, dim: Any = None, keepdim: bool = False, **kwargs:
         return opaque(walk, x, reason=UNKNOWN_SIZE)
     rank = len(x.shape)
     given = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-    if x.loose and any(d > 0 for d in given):
+    if x.loose and any(d > 0 or d < -rank for d in given):
         return opaque(walk, x, reason=UNKNOWN_RANK)
     dims = {d % rank for d in given} if given else range(rank)
     ids, shape = x.ids, list(x.shape)
@@ -188,7 +196,7 @@ def reduce(walk: Walk, x: Any, dim: Any = None, keepdim: bool = False, **kwargs:
         first = ids.narrow(d, 0, 1)
         if ids.shape[d] > 1:
             walk.tie(first, ids)
-        ids, shape[d] = first, 1
+        ids, shape[d] = first, None if x.loose and 0 in given and d == 0 else 1  # other dimensions may follow the first
     kept = [d for d in range(rank) if keepdim or d not in dims]
     lead = 0 if 0 in dims else x.lead
     return Activation(ids.reshape([ids.shape[d] for d in kept]), tuple(shape[d] for d in kept), lead=lead)
@@ -209,7 +217,8 @@ def pixel_shuffle(walk: Walk, x: Activation, upscale_factor: int) -> Activation:
         return opaque(walk, x)
     ids = walk.channels(x, -3, x.shape[-3]).reshape(-1, upscale_factor**2)
     walk.tie(ids[:, :1], ids)
-    return Activation(along(ids[:, 0], x.ids.dim(), -3), (*x.shape[:-3], ids.shape[0], None, None))
+    lead = x.lead if x.ids.dim() > 3 else 0
+    return Activation(along(ids[:, 0], x.ids.dim(), -3), (*x.shape[:-3], ids.shape[0], None, None), lead=lead)
 
 
 def pixel_unshuffle(walk: Walk, x: Activation, downscale_factor: int) -> Activation:
@@ -217,4 +226,5 @@ def pixel_unshuffle(walk: Walk, x: Activation, downscale_factor: int) -> Activat
     if not ranked(x) or x.shape[-3] is None or x.ids.numel() not in (1, x.shape[-3]):
         return opaque(walk, x)
     ids = walk.channels(x, -3, x.shape[-3]).repeat_interleave(downscale_factor**2)
-    return Activation(along(ids, x.ids.dim(), -3), (*x.shape[:-3], len(ids), None, None))
+    lead = x.lead if x.ids.dim() > 3 else 0
+    return Activation(along(ids, x.ids.dim(), -3), (*x.shape[:-3], len(ids), None, None), lead=lead)

@@ -6,6 +6,7 @@ need one pins its input and asks for `example_input`.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -94,6 +95,8 @@ def reshape(walk: Walk, x: Any, *sizes: Any, **kwargs: Any) -> Activation:
         # `x.view(x.size(0), -1)` flattens, whatever the sizes are.
         keeps_batch = len(target) == 2 and _same_batch(x, target[0])
         return flatten(walk, x, 1) if keeps_batch else lost(walk, x, UNKNOWN_SIZE, shape)
+    if any(_same_batch(x, s) for s in target[1:]):  # a batch that is not the leading size
+        return lost(walk, x, UNKNOWN_SIZE, shape)
     batch = x.shape[0] or _BATCH
 
     def laid_out(*more: int) -> Tensor:
@@ -110,8 +113,11 @@ def reshape(walk: Walk, x: Any, *sizes: Any, **kwargs: Any) -> Activation:
         return lost(walk, x, UNKNOWN_RANK)
     if x.shape[0] is None and (ids.shape[:1] != (batch,) or target[0] == batch):
         return lost(walk, x, UNKNOWN_SIZE, shape)
-    lead = 0 if x.loose and not _same_batch(x, target[0]) else x.lead  # as -1, all dimensions in front are one
-    return Activation(units, (x.shape[0], *ids.shape[1:]) if x.shape[0] is None else tuple(ids.shape), lead=lead)
+    keeps = _same_batch(x, target[0]) or (not x.loose and ids.shape[:1] == (batch,))
+    sizes = (x.shape[0], *ids.shape[1:]) if x.shape[0] is None else tuple(ids.shape)
+    if x.loose:  # -1 also stands for what may be in front; there only what a number says is known
+        sizes = tuple(s if isinstance(t, int) and t >= 0 else None for s, t in zip(sizes, target, strict=True))
+    return Activation(units, sizes, lead=x.lead if keeps else 0)
 
 
 def _same_units(ids: Tensor, operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> bool:
@@ -127,7 +133,7 @@ def _same_units(ids: Tensor, operation: Callable[..., Tensor], *args: Any, **kwa
 @_moves(torch.flatten)
 def flatten(walk: Walk, x: Ranked, start_dim: int = 0, end_dim: int = -1) -> Activation:
     rank = len(x.shape)
-    if x.loose and (start_dim > 0 or end_dim >= 0):
+    if x.loose and (start_dim > 0 or start_dim < -rank or end_dim >= 0 or end_dim < -rank):
         return lost(walk, x, UNKNOWN_RANK)
     if start_dim == 0 and rank > 1 and x.shape[0] is None:
         return lost(walk, x, "flattened together with the batch")
@@ -165,10 +171,28 @@ def rearrange(operation: Callable[..., Tensor]) -> Rule:
             if not all(_same_units(ids, operation, t, *args, **kwargs) for t in wider):
                 return lost(walk, x, UNKNOWN_RANK)
         shape = tuple(x.shape[s - 2] if s > 1 else 1 for s in moved.shape)
+        if x.loose:  # a size stays known where it is as far from the last, however many dimensions are in front
+            shape = tuple(
+                s if _same_place(operation, probe, d - moved.dim(), *args, **kwargs) else None
+                for d, s in enumerate(shape)
+            )
         stays = moved.shape[:1] == probe.shape[:1] and not x.loose
         return Activation(ids.contiguous(), shape, x.spread, lead=x.lead if stays else 0)
 
     return rule
+
+
+def _same_place(operation: Callable[..., Tensor], probe: Tensor, at: int, *args: Any, **kwargs: Any) -> bool:
+    """Whether the size at `at`, from the end, is the same one if the probe has more dimensions in front."""
+    moved = operation(probe, *args, **kwargs)
+    for more in ((90,), (90, 91)):
+        try:
+            wider = operation(probe.new_empty([*more, *probe.shape]), *args, **kwargs)
+        except (RuntimeError, IndexError, TypeError):
+            continue  # such an input the model does not accept
+        if wider.shape[at] != moved.shape[at]:
+            return False
+    return True
 
 
 def flip(walk: Walk, x: Any, *dims: Any, **kwargs: Any) -> Activation:
@@ -232,7 +256,10 @@ def expand(walk: Walk, x: Activation, *sizes: Any, **kwargs: Any) -> Activation:
 
 def expand_as(walk: Walk, x: Activation, other: Any) -> Activation:
     """To the sizes of another value, which has no other part in it."""
-    return lost(walk, x, UNKNOWN_SIZE) if getattr(other, "shape", None) is None else expand(walk, x, other.shape)
+    if getattr(other, "shape", None) is None:
+        return lost(walk, x, UNKNOWN_SIZE)
+    result = expand(walk, x, other.shape)
+    return replace(result, lead=other.lead) if isinstance(other, Activation) and ranked(result) else result
 
 
 @_moves(torch.unflatten)

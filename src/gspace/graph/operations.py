@@ -13,6 +13,7 @@ from torch import nn
 from gspace.graph import movement, pieces
 from gspace.graph.arithmetic import (
     add,
+    both_pinned,
     cast,
     clamp,
     compare,
@@ -53,7 +54,7 @@ COPIES = "contiguous clone detach alias lift_fresh_copy float double half bfloat
 CASTS = "to _to_copy type_as"
 INHOMOGENEOUS = (
     "relu6 hardtanh gelu silu mish elu selu celu tanh sigmoid softplus softsign tanhshrink hardswish hardsigmoid "
-    "logsigmoid log_sigmoid hardshrink softshrink exp log log1p sqrt rsqrt pow square sin cos erf softmax "
+    "logsigmoid log_sigmoid hardshrink softshrink exp log log1p sqrt rsqrt square sin cos erf softmax "
     "log_softmax softmin _softmax _log_softmax alpha_dropout feature_alpha_dropout layer_norm "
     "group_norm instance_norm rms_norm local_response_norm normalize sign round floor ceil reciprocal"
 )
@@ -61,7 +62,7 @@ LIKE = "zeros_like ones_like empty_like rand_like randn_like full_like new_zeros
 # In-place variants share a rule only where the result keeps the layout of its input: a stale name then still fits.
 INPLACE = {
     *(*POINTWISE.split(), *INHOMOGENEOUS.split()),
-    *"add sub mul div threshold clamp clamp_min masked_fill".split(),
+    *"add sub mul div threshold clamp clamp_min masked_fill pow".split(),
 }
 
 FUNCTIONS: dict[str, Rule] = {
@@ -79,6 +80,7 @@ FUNCTIONS: dict[str, Rule] = {
     **dict.fromkeys("clamp clip".split(), clamp),
     "clamp_min": lambda walk, x, min: clamp(walk, x, min),
     "threshold": threshold,
+    "pow": both_pinned,
     "prelu": prelu,
     "linear": linear,
     "matmul": matmul,
@@ -135,13 +137,12 @@ FUNCTIONS: dict[str, Rule] = {
 }
 
 
-# What reads and writes one sample at a time, or entry by entry. What moves, cuts or sums says itself if it does.
+# What writes a sample for each that it reads. What moves, cuts, sums or broadcasts says itself if it does.
 KEEPS_BATCH = {
     *(*POINTWISE.split(), *COPIES.split(), *CASTS.split(), *INHOMOGENEOUS.split(), *LIKE.split()),
-    *"add sub mul multiply div truediv divide maximum minimum clamp clip clamp_min threshold prelu".split(),
+    *"clamp clip clamp_min threshold prelu".split(),
     *"linear addmm embedding batch_norm functional_batch_norm".split(),
-    *"gt lt ge le eq ne masked_fill where pixel_shuffle pixel_unshuffle".split(),
-    *(name for name in FUNCTIONS if name.startswith(("conv", "interpolate", "upsample")) or "_pool" in name),
+    *(name for name in FUNCTIONS if name.startswith(("interpolate", "upsample")) or "_pool" in name),
 }
 
 

@@ -59,7 +59,7 @@ def index(walk: Walk, x: Any, key: Any) -> Any:
     for j, k in enumerate(keys):
         if k is None:
             ids_key.append(None)
-            shape.append(1)
+            shape.append(None if x.loose and j < at else 1)  # counted from the front: from the end it is another
             continue
         size, constant = x.shape[dim], x.ids.shape[dim] == 1
         if x.loose and not constant and k != slice(None) and (j < at or size is None):
@@ -158,7 +158,7 @@ def cat(walk: Walk, values: Sequence[Any], dim: int = 0, **kwargs: Any) -> Activ
         walk.pin(xs, UNKNOWN_RANK)
         return Activation()
     dim %= rank
-    lead = xs[0].lead if dim and all(x.lead == xs[0].lead for x in xs) else 0
+    lead = next((x.lead for x in xs if x.lead), 0) if dim else 0  # all have the same, or torch refuses
     known = [s for s in (x.shape[dim] for x in xs) if s is not None]
     shape = list(xs[0].shape)
     shape[dim] = sum(known) if len(known) == len(xs) and not unclear else None
@@ -194,6 +194,8 @@ def pad(
         return Activation()
     if mode == "constant" and value not in (None, 0):
         return lost(walk, x, f"padded with the constant {value}", x.shape)
+    if len(pads) > 2 * len(x.shape):
+        return lost(walk, x, UNKNOWN_RANK)
     ids, shape = x.ids, list(x.shape)
     for step, (low, high) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
         d = len(shape) - 1 - step

@@ -24,11 +24,24 @@ class _FromTheEnd(tuple[Any, ...]):
     """Sizes of an activation that may have more dimensions in front: which one a positive number means is not known."""
 
     def __getitem__(self, key: Any) -> Any:
-        return Size() if isinstance(key, int) and key > 0 else super().__getitem__(key)
+        if isinstance(key, slice):
+            return self._part(key)
+        if key > 0 or not -len(self) <= key:
+            return Size()
+        found = super().__getitem__(key)
+        return found if isinstance(found, Size) == (key == 0) else Size()  # only the first is the leading one
+
+    def _part(self, key: slice) -> Any:
+        if all(n is None or n < 0 for n in (key.start, key.stop)):
+            found = super().__getitem__(key)
+            return _FromTheEnd(found) if key.start is None else tuple(found)
+        if key.start in (None, 0) and key.stop is not None and key.stop > 0:
+            return tuple(self[n] for n in range(key.stop))
+        return Parts(Activation())
 
 
 def rank(walk: Walk, x: Any) -> Any:
-    return len(x.shape) if x.shape else Size()
+    return len(x.shape) if x.shape is not None and not x.loose else Size()
 
 
 def attribute(walk: Walk, x: Any, name: str) -> Any:

@@ -30,7 +30,7 @@ class Activation:
         shape: Sizes of the activation, None where unknown.
         spread: Each id stands for an unknown number of neighbours along the last dimension (a flattened map).
         loose: There may be more dimensions in front: a symbolic trace does not know the rank of its inputs.
-        lead: Which unknown leading size it has: two activations with the same number have the same batch.
+        lead: Which unknown leading size it has: two activations with the same number have the same batch; 0: not said.
     """
 
     ids: Tensor | None = None

@@ -202,7 +202,7 @@ class Walker:
 
 def _batch_of(inputs: Sequence[Activation]) -> int:
     """The batch they share; 0 if they may have several."""
-    leads = {x.lead for x in inputs if x.shape != ()}
+    leads = {x.lead for x in inputs if x.shape != () or x.loose}
     return leads.pop() if len(leads) == 1 else 0
 
 

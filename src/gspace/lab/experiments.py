@@ -241,6 +241,7 @@ def momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
     in_full = "best settings of each method, in full"
     for model in ("plain-34", "resnet-34"):
         base = cifar(model, "cifar10", quick=quick, momentum=0.9, weight_decay=5e-4, lr=0.1)
+        chosen = []
         for method in (SGD, G_SGD, FROM_SKELETON):
             full = method.on(base)
             short = _held_out(full)
@@ -255,11 +256,12 @@ def momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
                     row = f"{base.model}, decay {runs[0].weight_decay:g}, its best rate"
                     yield Cell(part, row, method, runs, None, f"lr {found.lr:g}")
                 found = best([(found,), *by_decay], scores)
+            chosen.append(found)
             if found:
                 runs = seeds(full.but(lr=found.lr, weight_decay=found.weight_decay), 1 if quick else 3)
                 setting = f"lr {found.lr:g}, decay {found.weight_decay:g}"
                 yield Cell(in_full, base.model, method, runs, None, setting)
-        if found:  # beside what the searches found
+        if all(chosen):  # beside what the searches found
             runs = seeds(USUAL.on(base), 1 if quick else 3)
             yield Cell(in_full, base.model, USUAL, runs, None, f"lr {base.lr:g}, decay {base.weight_decay:g}")
 

@@ -8,6 +8,7 @@ The same records give the same bytes.
 
 import argparse
 import json
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     names = args.only.split(",") if args.only else list(EXPERIMENTS)
     chosen = [EXPERIMENTS[check_name("experiment", name, EXPERIMENTS)] for name in names]
     only = f" --only {args.only}" if args.only else ""
-    folders = " ".join(map(str, args.runs))
+    folders = shlex.join(map(str, args.runs))
     document = assemble(records, chosen, f"gspace report {folders}{only}", f" --results {folders}")
     written = publish(document, args.out)
     print(as_json(document) if args.json else "\n".join(map(str, written)))

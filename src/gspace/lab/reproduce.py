@@ -6,6 +6,7 @@
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -117,8 +118,8 @@ def command(args: argparse.Namespace) -> str:
 
 def counting(args: argparse.Namespace) -> str:
     """The options by which the same runs count as finished another time."""
-    results = f" --results {' '.join(map(str, args.results))}" if args.results else ""
-    return f" --out {args.out}{results}"
+    results = ["--results", *map(str, args.results)] if args.results else []
+    return f" {shlex.join(['--out', str(args.out), *results])}"
 
 
 def absent_sets(experiment: Experiment, data_dir: Path | None) -> frozenset[str]:
