@@ -16,6 +16,7 @@ from gspace.graph.spaces import (
     Walk,
     Weight,
     along,
+    counts_from_front,
     grounded,
     ranked,
 )
@@ -188,7 +189,7 @@ def reduce(walk: Walk, x: Any, dim: Any = None, keepdim: bool = False, **kwargs:
         return opaque(walk, x, reason=UNKNOWN_SIZE)
     rank = len(x.shape)
     given = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-    if x.loose and any(d > 0 or d < -rank for d in given):
+    if x.loose and any(counts_from_front(d, rank) for d in given):
         return opaque(walk, x, reason=UNKNOWN_RANK)
     dims = {d % rank for d in given} if given else range(rank)
     ids, shape = x.ids, list(x.shape)

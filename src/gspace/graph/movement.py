@@ -26,6 +26,7 @@ from gspace.graph.spaces import (
     Walk,
     Weight,
     compress,
+    counts_from_front,
     grounded,
     ranked,
 )
@@ -133,7 +134,7 @@ def _same_units(ids: Tensor, operation: Callable[..., Tensor], *args: Any, **kwa
 @_moves(torch.flatten)
 def flatten(walk: Walk, x: Ranked, start_dim: int = 0, end_dim: int = -1) -> Activation:
     rank = len(x.shape)
-    if x.loose and (start_dim > 0 or start_dim < -rank or end_dim >= 0 or end_dim < -rank):
+    if x.loose and (counts_from_front(start_dim, rank) or counts_from_front(end_dim, rank) or end_dim == 0):
         return lost(walk, x, UNKNOWN_RANK)
     if start_dim == 0 and rank > 1 and x.shape[0] is None:
         return lost(walk, x, "flattened together with the batch")

@@ -22,6 +22,7 @@ from gspace.graph.spaces import (
     Weight,
     along,
     compress,
+    counts_from_front,
     grounded,
     ranked,
 )
@@ -100,18 +101,13 @@ def slice_(walk: Walk, x: Any, dim: int = 0, start: int | None = None, end: int 
     return cut(walk, x, dim, slice(start, end, step))
 
 
-def _beyond(dim: int, rank: int) -> bool:
-    """Whether a dimension depends on how many more there are in front of `rank` of them; the first does not."""
-    return dim > 0 or dim < -rank
-
-
 def split(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     """split, chunk: the ids are cut where they change along `dim`; along any other dimension every part is alike."""
 
     def rule(walk: Walk, x: Activation, sections: Any, dim: int = 0) -> Any:
         if not ranked(x):
             return Parts(Activation())
-        if x.spread or (x.loose and _beyond(dim, len(x.shape))):
+        if x.spread or (x.loose and counts_from_front(dim, len(x.shape))):
             return Parts(lost(walk, x, UNKNOWN_SIZE if x.spread else UNKNOWN_RANK))
         front, dim = dim >= 0, dim % len(x.shape)
         lead = x.lead if dim else 0
@@ -153,7 +149,7 @@ def cat(walk: Walk, values: Sequence[Any], dim: int = 0, **kwargs: Any) -> Activ
     if any(len(x.shape) != rank for x in xs):
         walk.pin(xs, "joined with a value of another rank")
         return Activation()
-    unclear = any(x.loose for x in xs) and _beyond(dim, rank)
+    unclear = any(x.loose for x in xs) and counts_from_front(dim, rank)
     if unclear and dim < 0:
         walk.pin(xs, UNKNOWN_RANK)
         return Activation()

@@ -59,6 +59,11 @@ def ranked(x: Activation) -> TypeGuard[Ranked]:
     return x.ids is not None
 
 
+def counts_from_front(dim: int, rank: int) -> bool:
+    """Whether `dim` is another one, seen from the last, if more dimensions stand before these `rank`; 0 stays first."""
+    return dim > 0 or dim < -rank
+
+
 @dataclass(frozen=True)
 class Weight:
     """A parameter on its way into an operation; `swap` after an odd number of transpositions."""
