@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from gspace.lab.data import SETS, DataSet, Spec, data_folder, load, read, subset
-from gspace.lab.download import Remote, fetch, fetch_all
+from gspace.lab.download import Remote, fetch, fetch_all, unpack
 from gspace.lab.errors import DataError, MissingDataError, RecipeError
 from gspace.lab.formats import IDX_FILES, KEYS, Pickles, read_idx, read_npz, read_pickles
 from gspace.lab.lock import locked
@@ -370,6 +370,16 @@ def test_two_downloads_of_one_file_do_not_meet(tmp_path: Path, server: Server) -
         fetch_all([Remote(server.url(), SHA256, "file")], tmp_path, silent)
 
 
+@pytest.fixture(params=[True, False], ids=["filter", "before Python 3.11.4"])
+def extraction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the filter of newer Pythons and without."""
+    if not request.param:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    elif not hasattr(tarfile, "data_filter"):
+        pytest.skip("this Python has no filter")
+
+
+@pytest.mark.usefixtures("extraction")
 def test_an_absent_set_is_downloaded_unpacked_and_read(tmp_path: Path, server: Server) -> None:
     layout = write_pickles(tmp_path / "source", COLOUR, parts=2)
     buffer = io.BytesIO()
@@ -381,6 +391,21 @@ def test_an_absent_set_is_downloaded_unpacked_and_read(tmp_path: Path, server: S
     data = load("colour", tmp_path / "data", download=silent, sets={"colour": spec})
     assert_same(data, load("colour", tmp_path / "source", sets={"colour": spec}))
     assert sorted(p.name for p in (tmp_path / "data").iterdir()) == [".batches.lock", "batches"]
+
+
+@pytest.mark.parametrize("name", ["../outside", "batches/link"])
+@pytest.mark.usefixtures("extraction")
+def test_an_archive_that_reaches_outside_is_refused(name: str, tmp_path: Path) -> None:
+    archive, target = tmp_path / "a.tar.gz", tmp_path / "in" / "batches"
+    target.parent.mkdir()
+    member = tarfile.TarInfo(name)
+    if name.endswith("link"):
+        member.type, member.linkname = tarfile.SYMTYPE, "/etc"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.addfile(member)
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        unpack(archive, target)
+    assert list(target.parent.iterdir()) == []
 
 
 # --- transforms -------------------------------------------------------------------------------------------------------

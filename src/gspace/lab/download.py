@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from gspace.lab.errors import BusyError, DataError
 from gspace.lab.lock import locked
@@ -115,10 +115,22 @@ def unpack(archive: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         try:
             with tarfile.open(archive) as tar:
-                tar.extractall(temporary, filter="data")
+                _extract(tar, temporary)
         except (tarfile.TarError, EOFError) as error:
             raise DataError(f"{archive} cannot be unpacked: {error}") from error
         folder = Path(temporary) / target.name
         if not folder.is_dir():
             raise DataError(f"{archive} holds no folder {target.name}")
         shutil.move(folder, target)
+
+
+def _extract(tar: tarfile.TarFile, folder: str) -> None:
+    """Files and folders that stay below `folder`; Python before 3.11.4 has no filter for that."""
+    if hasattr(tarfile, "data_filter"):
+        tar.extractall(folder, filter="data")
+        return
+    for member in tar:
+        path = PurePosixPath(member.name)
+        if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+            raise tarfile.TarError(f"{member.name} is no file or folder of its own")
+        tar.extract(member, folder)
