@@ -668,3 +668,8 @@ def test_and_of_sizes_is_no_write_in_place() -> None:
     plain = nn.Sequential(model.one, nn.ReLU(), model.two)
     found = path_norm(model, 2, example_input=torch.zeros(1, 3)).log
     torch.testing.assert_close(found, path_norm(plain, 2).log, rtol=1e-12, atol=0)
+
+
+def test_a_penalty_given_the_model_at_once_says_when_it_is_due() -> None:
+    with pytest.raises(TypeError, match="the model is given when the penalty is called"):
+        gspace.BasisPathPenalty(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -258,6 +258,10 @@ def test_weights_without_values_are_named(make: Any) -> None:
         make(lazy)
     with pytest.raises(ValueError, match=r"'0.weight' is on the meta device"):
         make(zoo.mlp(3, 4, 2).to("meta"))
+    with torch.inference_mode():
+        model = zoo.mlp(3, 4, 2)
+    with pytest.raises(ValueError, match=r"'0.weight' was made under torch.inference_mode"):
+        make(model)
 
 
 # Path-SGD -------------------------------------------------------------------------------------------------------------

@@ -572,3 +572,12 @@ def test_the_reason_has_as_many_digits_as_it_needs() -> None:
     with torch.no_grad():
         model[2].bias[1], other[2].bias[1] = 1.0, 1 + 1e-9
     assert "would be 1 but is 1.000000001" in gspace.are_equivalent(model, other).reason
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: gspace.rescale_(m, torch.ones(4)), gspace.balance_], ids=["rescale_", "balance_"]
+)
+def test_weights_without_values_are_not_rescaled(change: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to("meta")
+    with pytest.raises(ValueError, match=r"'0.weight' is on the meta device"):
+        change(model)

@@ -441,3 +441,13 @@ def test_a_model_compiled_in_place_is_looked_through_and_stays_compiled() -> Non
     assert compiled is not None
     assert gspace.analyze(model).H == 6
     assert model._compiled_call_impl is compiled
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["symbolic", "example"])
+def test_what_has_no_forward_to_follow_is_said(known: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 3)
+    example = x if known else None
+    with pytest.raises(gspace.TraceError, match="TorchScript module cannot be followed"):
+        gspace.analyze(torch.jit.trace(model, x), example)
+    with pytest.raises(gspace.TraceError, match="ModuleList has no forward"):
+        gspace.analyze(nn.ModuleList([model]), example)
