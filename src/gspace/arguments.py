@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gspace.analysis import Analysis, Residual
-from gspace.graph.trace import Inputs
+from gspace.analysis import Inputs
 from gspace.skeleton import ONLY_ZEROS, Skeleton
 
 

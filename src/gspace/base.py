@@ -30,8 +30,8 @@ from gspace.arguments import (
     warn_of_other_weights,
     warn_of_zeros,
 )
-from gspace.graph import analyzed
-from gspace.graph.trace import Inputs
+from gspace.analysis import analyzed
+from gspace.analysis import Inputs
 from gspace.hooks import hooked, loss_of
 from gspace.reference import Reference, are_others, choose_skeleton, measure_reference, products
 from gspace.skeleton import Skeleton
@@ -76,7 +76,7 @@ class GSpaceOptimizer(Optimizer):
         self.max_ratio, self.max_drift = bounds
         self._ready = False
         super().__init__(list(model.parameters()) if params is None else params, defaults)
-        self.analysis = analyzed(model, analysis, analyze_options(example_input, residual, pin))
+        self.analysis = analyzed(model, analysis, analyze_options(example_input, residual, pin), "pin")
         self._wanted = reference
         self._adopt(*self._find_skeleton())
         warn_of_no_units(self.analysis, type(self).__name__, stacklevel=3)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, Edges
 from gspace.arguments import require_one_of
 from gspace.devices import on_cpu
-from gspace.graph import analyzed
+from gspace.analysis import analyzed
 from gspace.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
 from gspace.skeleton import Skeleton, build_skeleton, connected
 from gspace.step import Layer, allocate_skeleton, allocate_weights, plan
@@ -87,7 +87,7 @@ def coordinates(
     """
     require_one_of("view", view, ("transparent", "exact"))
     require_one_of("reference", reference, (None, "one", "balanced"))
-    found = analyzed(model, analysis, options)
+    found = analyzed(model, analysis, options, "pin")
     if view == "exact":
         found = _exact(found)
     reference = reference or reference_of(model, found)

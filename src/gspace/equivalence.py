@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, Edges, magnitude
 from gspace.balance import balanced_log_scales
 from gspace.devices import on_cpu
-from gspace.graph import analyzed
+from gspace.analysis import analyzed
 from gspace.scaling import Scales
 
 

@@ -12,7 +12,7 @@ from gspace import saved
 from gspace import step as algorithm
 from gspace.analysis import Analysis, Residual
 from gspace.base import Allocation, GSpaceOptimizer, wide
-from gspace.graph.trace import Inputs
+from gspace.analysis import Inputs
 from gspace.hooks import step_within
 from gspace.reference import Reference
 from gspace.skeleton import Skeleton

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.coordinates import Coordinates, PathValues, coordinates, path_values
-from gspace.graph.trace import Inputs
+from gspace.analysis import Inputs
 from gspace.pathsum import PathGraph, path_graph
 from gspace.reference import Reference
 

@@ -13,7 +13,7 @@ from gspace import step as algorithm
 from gspace.analysis import Analysis, Residual
 from gspace.arguments import number
 from gspace.base import Allocation, GSpaceOptimizer
-from gspace.graph.trace import Inputs
+from gspace.analysis import Inputs
 from gspace.reference import Reference
 from gspace.skeleton import Skeleton
 from gspace.step import BatchNormRule, Layer, Number

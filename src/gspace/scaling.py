@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis
 from gspace.arguments import require_values
 from gspace.balance import balanced_log_scales
-from gspace.graph import analyzed
+from gspace.analysis import analyzed
 
 
 @dataclass(frozen=True, eq=False)

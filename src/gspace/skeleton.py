@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, Edges, magnitude
 from gspace.balance import balanced_log_scales
 from gspace.devices import on_cpu
-from gspace.graph import analyzed
+from gspace.analysis import analyzed
 
 Choice = Literal["aligned", "pivoted"]
 Side = Literal["head", "tail"]
@@ -314,7 +314,7 @@ def init_skeleton_(
     """
     if sign not in ("positive", "random"):
         raise ValueError(f"sign must be 'positive' or 'random', got {sign!r}")
-    _set_skeleton_(model, analyzed(model, analysis, options), sign, generator)
+    _set_skeleton_(model, analyzed(model, analysis, options, "pin"), sign, generator)
     return model
 
 

@@ -3,13 +3,15 @@
 Shapes: `head` is `(group, out)`, `tail` is `(group, in)`, a parameter is viewed as `(group, out, in, *taps)`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 from torch import Tensor
 
 Residual = Literal["pin", "tie"]
+Form = tuple[tuple[int, int | Fraction], ...]  # units and coefficients: the log-scale Σ c·x[u]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +26,7 @@ class Edges:
         normalized: Its output goes straight into a BatchNorm.
         first: Position of its first use in the forward pass.
         last: Position of its last use.
+        shift: `shift` + w is what scales: 1 for a gain that is written 1 + w.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Edges:
     normalized: bool
     first: int
     last: int
+    shift: float = 0.0
 
     def fits(self, parameter: Tensor) -> bool:
         """Whether `parameter` has this many outputs and inputs."""
@@ -101,11 +105,15 @@ class Analysis:
         H_paper: Units when BatchNorm is ignored, the count of the paper.
         m: Trainable scalars.
         dim: m minus the units whose weights are all trainable: the dimension of G-space.
-        edges: The exact view; units 1…H are exact, H + 1…H + H_absorbed absorbed.
+        edges: The exact view; units 1…H are exact, H + 1…H + H_absorbed absorbed, larger ids are keys of `forms`.
         transparent: The view of the paper, units 1…H_paper.
         statistics: Running statistics that follow absorbed units.
         units: Groups of units alike, in the order they are written.
         pinned: What is not scaled, and the operation that pinned it.
+        residual: What was done with residual streams.
+        forms: Ids of `edges` whose log-scale is not that of one unit: −1 times it on the key side of an attention, 2
+            times before a squared ReLU, the sum of two behind a gate.
+        unseen: Parameters with elements that no run has read, and how many: nothing is known of them.
     """
 
     H: int
@@ -118,7 +126,9 @@ class Analysis:
     statistics: tuple[Statistic, ...] = field(repr=False)
     units: tuple[UnitGroup, ...] = field(repr=False)
     pinned: tuple[Pin, ...] = field(repr=False)
-    residual: Residual = "pin"
+    residual: Residual = "tie"
+    forms: Mapping[int, Form] = field(default_factory=dict, repr=False)
+    unseen: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def invariant_ratio(self) -> float:

@@ -1,0 +1,273 @@
+"""From the equations of a run to an `Analysis`: free nodes become units, everything else a linear form of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gspace.analysis.equations import ANY, Equations
+from gspace.analysis.follow import Follow, Pinned
+from gspace.analysis.layout import Layout, layout
+from gspace.analysis.memory import key_of
+from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup
+
+
+class Part(NamedTuple):
+    """A parameter that the run has read: its layout, and when."""
+
+    name: str
+    layout: Layout
+    normalized: bool
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Units:
+    """Numbers of units: 0 ground, then exact ones, absorbed ones, and behind them linear forms of those."""
+
+    number: Mapping[int, int]
+    table: Tensor
+    exact: int
+    absorbed: int
+    forms: dict[int, Form]
+
+    def of(self, nodes: Tensor, equations: Equations) -> Tensor:
+        return self.table[equations.find(nodes)]
+
+
+def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
+    names = dict(model.named_parameters())
+    exact = follow.equations
+    transparent = _transparent(follow)
+    for norm in follow.norms.values():
+        if not norm.affine:
+            exact.ground(norm.written)
+    parts = _parts(follow, names, exact, affine=True)
+    units = _number(exact, parts, follow.absorbed, [nodes for nodes, _ in follow.statistics.values()])
+    edges = _edges(parts, units, exact)
+    paper_parts = _parts(follow, names, transparent, affine=False)
+    paper = _number(transparent, paper_parts, (), ())
+    paper_edges, H_paper = plain(_edges(paper_parts, paper, transparent), paper.exact, paper.forms)
+    buffers = {key_of(b): name for name, b in model.named_buffers()}
+    statistics = tuple(
+        Statistic(buffers[key], units.of(nodes, exact), power)
+        for key, (nodes, power) in follow.statistics.items()
+        if key in buffers
+    )
+    m = sum(p.numel() for p in names.values() if p.requires_grad)
+    H = units.exact
+    read = {part.name for part in parts}
+    unseen = {name: p.numel() for name, p in names.items() if name not in read and p.numel()}
+    unseen = {name: n for name, n in unseen.items() if not any(pin.where == name for pin in follow.pins)}
+    unseen.update({part.name: part.layout.unseen for part in parts if part.layout.unseen})
+    return Analysis(
+        H=H,
+        H_absorbed=units.absorbed,
+        H_paper=H_paper,
+        m=m,
+        dim=m - H + sum(1 for u in _frozen(edges, names, units.forms) if 0 < u <= H),
+        edges=edges,
+        transparent=paper_edges,
+        statistics=statistics,
+        units=groups(edges, H, H + units.absorbed, units.forms),
+        pinned=_pinned(follow.pins),
+        residual=residual,
+        forms=units.forms,
+        unseen=unseen,
+    )
+
+
+def _transparent(follow: Follow) -> Equations:
+    """The view of the paper: BatchNorm is not there, and a weight that is used twice has one head and one tail."""
+    equations = follow.equations.copy()
+    for norm in follow.norms.values():
+        equations.tie(norm.absorbed, norm.written)
+    for (h1, t1), (h2, t2) in follow.weights.repeats:
+        alike = _varies(h1) == _varies(h2) and _varies(t1) == _varies(t2)
+        if alike:
+            equations.tie(h1, h2)
+            equations.tie(t1, t2)
+        else:
+            for t in (h1, h2, t1, t2):
+                equations.ground(t)
+    for uses in follow.weights.uses.values():
+        for use in uses:
+            if use.shift:
+                equations.ground(use.head)
+    return equations
+
+
+def _varies(t: Tensor) -> list[bool]:
+    return [n > 1 and s > 0 for n, s in zip(t.shape, t.stride(), strict=True)]
+
+
+def _parts(follow: Follow, names: Mapping[str, Tensor], equations: Equations, affine: bool) -> list[Part]:
+    """The parameters that are edges, in the order of their first use."""
+    into_norm = torch.zeros(equations.count, dtype=torch.bool)
+    for norm in follow.norms.values():
+        into_norm[follow.equations.find(norm.absorbed)] = True
+    into_norm[: ANY + 1] = False
+    order = {region: k for k, region in enumerate(follow.positions)}
+    found = []
+    for name, p in names.items():
+        region = key_of(p), int(p.storage_offset())
+        uses = follow.weights.uses.get(region, [])
+        kept = [use for use in uses if affine or not use.normalizes]
+        if kept:
+            normalized = any(bool(into_norm[follow.equations.find(use.head)].all()) for use in kept)
+            first, last = follow.positions[region]
+            part = Part(name, layout(p.detach(), region[1], kept, equations), normalized, first, last)
+            found.append((order[region], part))
+    return [part for _, part in sorted(found, key=lambda pair: pair[0])]
+
+
+def _number(
+    equations: Equations, parts: Sequence[Part], absorbed: Sequence[Tensor], others: Sequence[Tensor]
+) -> Units:
+    """Numbers the free nodes that parameters touch, oldest first; those that an ε absorbs come last."""
+    touched = [t.reshape(-1) for part in parts for t in part.layout[:2]] + [t.reshape(-1) for t in others]
+    none = torch.zeros(0, dtype=torch.long)
+    last: set[int] = set()
+    for node in equations.find(torch.cat([*absorbed, none])).unique().tolist():
+        form = equations.form(node) if node > ANY else {}
+        free = {j for j in form if j not in last}
+        if len(form) == 1:
+            last.update(form)
+        elif free:  # the sum itself becomes the absorbed unit, in place of one of its terms
+            unit = int(equations.fresh(1))
+            pivot = max(free)
+            c = form.pop(pivot)
+            equations.forms[pivot] = {unit: _over(1, c), **{j: _over(-k, c) for j, k in form.items()}}
+            equations.linked[pivot] = True
+            last.add(unit)
+    ids = equations.find(torch.cat([*touched, none])).unique()
+    ids = ids[ids > ANY]
+    linked = ids[equations.linked[ids]].tolist()
+    forms = {node: equations.form(node) for node in linked}
+    free = set(ids[~equations.linked[ids]].tolist()).union(*forms.values())
+    ordered = sorted(free, key=lambda node: (node in last, node))
+    number = {node: k + 1 for k, node in enumerate(ordered)}
+    table = torch.zeros(equations.count, dtype=torch.long)
+    table[torch.tensor(ordered, dtype=torch.long)] = torch.arange(1, len(ordered) + 1)
+    behind: dict[int, Form] = {}
+    known: dict[Form, int] = {}
+    for node, form in forms.items():
+        written = tuple(sorted((number[j], c) for j, c in form.items()))
+        if len(written) == 1 and written[0][1] == 1:
+            table[node] = written[0][0]
+        elif written:
+            table[node] = known.setdefault(written, len(ordered) + 1 + len(known))
+            behind[int(table[node])] = written
+    late = sum(node in last for node in ordered)
+    return Units(number, table, len(ordered) - late, late, behind)
+
+
+def _over(a: object, b: object) -> int | object:
+    from fractions import Fraction
+
+    result = Fraction(a) / Fraction(b)  # type: ignore[arg-type]
+    return int(result) if result.denominator == 1 else result
+
+
+def _edges(parts: Sequence[Part], units: Units, equations: Equations) -> tuple[Edges, ...]:
+    return tuple(
+        Edges(
+            part.name,
+            units.of(part.layout.head, equations),
+            units.of(part.layout.tail, equations),
+            part.layout.swap,
+            part.normalized,
+            part.first,
+            part.last,
+            part.layout.shift,
+        )
+        for part in parts
+    )
+
+
+def plain(edges: Sequence[Edges], H: int, forms: Mapping[int, Form]) -> tuple[tuple[Edges, ...], int]:
+    """The same edges where every unit has coefficient one: those that do not are ground, and the rest is renumbered."""
+    if not forms and not any(e.shift for e in edges):
+        return tuple(edges), H
+    bad = {u for form in forms.values() for u, c in form if c != 1}
+    for e in edges:
+        if e.shift:
+            bad.update(e.head.unique().tolist())
+    target = {}
+    for node, form in forms.items():
+        left = [u for u, c in form if u not in bad]
+        bad.update(left[1:])
+        target[node] = left[0] if left else 0
+    top = max([H, *forms])
+    number = torch.arange(top + 1)
+    number[torch.tensor(sorted(u for u in bad if u <= top), dtype=torch.long)] = 0
+    number[0] = 0
+    for node, u in target.items():
+        number[node] = u if u not in bad else 0
+    kept = number.unique()
+    compact = torch.zeros(top + 1, dtype=torch.long)
+    compact[kept] = torch.arange(len(kept))
+    number = compact[number]
+    new = tuple(
+        Edges(e.name, number[e.head], number[e.tail], e.swap, e.normalized, e.first, e.last, e.shift) for e in edges
+    )
+    return new, len(kept) - 1
+
+
+def _frozen(edges: Sequence[Edges], parameters: Mapping[str, Tensor], forms: Mapping[int, Form]) -> set[int]:
+    """Units that touch a frozen parameter."""
+    ids = [t.reshape(-1) for e in edges if not parameters[e.name].requires_grad for t in (e.head, e.tail)]
+    found = set(torch.cat(ids).unique().tolist()) if ids else set()
+    return found.union(*({u for u, _ in forms[node]} for node in found if node in forms))
+
+
+def groups(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> tuple[UnitGroup, ...]:
+    """Groups units by who writes and who reads them: each parameter adds a random signature to its units."""
+    generator = torch.Generator().manual_seed(0)
+    signature = torch.zeros(total + 1, 2, dtype=torch.long)
+    sides = [(e.name, _sides(e, total, forms)) for e in edges]
+    for _, both in sides:
+        for column, ids in enumerate(both):
+            signature[ids, column] += torch.randint(1 << 60, (1,), generator=generator)
+    kind = (torch.arange(total + 1) > H).long()
+    keys, inverse, counts = torch.cat([signature, kind[:, None]], 1)[1:].unique(
+        dim=0, return_inverse=True, return_counts=True
+    )
+    first = torch.full((len(keys),), total, dtype=torch.long).scatter_reduce(0, inverse, torch.arange(total), "amin")
+    units = first[first.argsort()] + 1  # one of each group
+    place = torch.full((total + 1,), -1).index_put((units,), torch.arange(len(units)))
+    names: list[tuple[list[str], list[str]]] = [([], []) for _ in units]  # who writes and who reads it
+    for name, both in sides:
+        for column, ids in enumerate(both):
+            for k in place[ids].tolist():
+                if k >= 0:
+                    names[k][column].append(name)
+    found = []
+    for u, count, (written, read) in zip(units.tolist(), counts[first.argsort()].tolist(), names, strict=True):
+        found.append(UnitGroup(count, tuple(written), tuple(read), "absorbed" if u > H else "exact"))
+    return tuple(found)
+
+
+def _sides(e: Edges, total: int, forms: Mapping[int, Form]) -> tuple[Tensor, Tensor]:
+    """Units that a parameter grows with, and units that it shrinks with."""
+    found: tuple[set[int], set[int]] = (set(), set())
+    for column, side in enumerate((e.head, e.tail)):
+        for u in side.unique().tolist():
+            if u <= total:
+                found[column].add(u)
+            for v, c in forms.get(u, ()):
+                found[column if c > 0 else 1 - column].add(v)
+    return torch.tensor(sorted(found[0] - {0}), dtype=torch.long), torch.tensor(
+        sorted(found[1] - {0}), dtype=torch.long
+    )
+
+
+def _pinned(pins: Sequence[Pinned]) -> tuple[Pin, ...]:
+    merged: dict[tuple[str, str, str], int] = {}
+    for pin in pins:
+        key = pin.operation, pin.where, pin.reason
+        merged[key] = merged.get(key, 0) + pin.count
+    return tuple(Pin(operation, where, count, reason) for (operation, where, reason), count in merged.items())

@@ -1,0 +1,193 @@
+"""Homogeneous linear equations between log-scales, solved exactly as they come.
+
+A node stands for the log-scale x of an element or unit. Node 0 is ground, x = 0. Node 1, `ANY`, marks a literal zero or
+infinity, which takes any scale. An equation x_a = x_b makes a the child of b in a union-find that whole tensors enter
+at once. Every other equation is solved for its newest node, whose link is a linear form {node: coefficient} over older
+ones; there are few of those, and their arithmetic is that of Fractions.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+GROUND, ANY = 0, 1
+Number = int | Fraction
+Form = dict[int, Number]
+
+
+class Equations:
+    """The solved equations. `parent` is the union-find, `forms` the links with several terms or other coefficients."""
+
+    def __init__(self) -> None:
+        self.parent = torch.arange(1024)
+        self.count = 2
+        self.forms: dict[int, Form] = {}
+        self.linked = torch.zeros(1024, dtype=torch.bool)  # nodes that have a form
+        self._derived: dict[frozenset[tuple[int, Number]], int] = {}
+
+    def copy(self) -> "Equations":
+        other = Equations()
+        other.parent, other.count, other.linked = self.parent.clone(), self.count, self.linked.clone()
+        other.forms = {node: dict(form) for node, form in self.forms.items()}
+        return other
+
+    def fresh(self, *shape: int) -> Tensor:
+        """New nodes."""
+        n = 1
+        for size in shape:
+            n *= size
+        nodes = torch.arange(self.count, self.count + n).view(shape)
+        self.count += n
+        if self.count > len(self.parent):
+            size = max(2 * len(self.parent), self.count)
+            self.parent = torch.cat([self.parent, torch.arange(len(self.parent), size)])
+            self.linked = torch.cat([self.linked, torch.zeros(size - len(self.linked), dtype=torch.bool)])
+        return nodes
+
+    def find(self, nodes: Tensor) -> Tensor:
+        """The oldest node of each node's class."""
+        (few,) = thin(nodes)
+        found = self.parent[few]
+        while True:
+            further = self.parent[found]
+            if torch.equal(further, found):
+                return found.expand(nodes.shape)
+            self.parent[few] = further
+            found = further
+
+    def _root(self, node: int) -> int:
+        above = int(self.parent[node])
+        while above != node:
+            node, above = above, int(self.parent[above])
+        return node
+
+    def form(self, node: int) -> Form:
+        """x_node over free nodes."""
+        node = self._root(node)
+        form = self.forms.get(node)
+        if form is None:
+            return {node: 1} if node else {}
+        current = self.combine((c, j) for j, c in form.items())
+        if current != form:
+            self.forms[node] = current
+        return current
+
+    def combine(self, terms: Iterable[tuple[Number, int]]) -> Form:
+        """Σ c·x over free nodes."""
+        total: Form = {}
+        for c, node in terms:
+            for j, k in self.form(node).items():
+                total[j] = total.get(j, 0) + c * k
+        return {j: c for j, c in total.items() if c}
+
+    def vanish(self, terms: Iterable[tuple[Number, int]]) -> bool:
+        """Adds Σ c·x = 0; whether it was new."""
+        form = self.combine(terms)
+        if not form:
+            return False
+        pivot = max(form)
+        c = form.pop(pivot)
+        link = {j: _exact(Fraction(-k) / c) for j, k in form.items()}
+        if not link:
+            self.parent[pivot] = GROUND
+        elif len(link) == 1 and 1 in link.values():
+            (self.parent[pivot],) = link
+        else:
+            self.forms[pivot] = link
+            self.linked[pivot] = True
+        return True
+
+    def tie(self, a: Tensor, b: Tensor) -> int:
+        """Adds x_a = x_b, element by element; how many of these equations were new. `ANY` agrees with everything."""
+        a, b = thin(self.find(a), self.find(b))
+        differ = (a != b) & (a != ANY) & (b != ANY)
+        if not bool(differ.any()):
+            return 0
+        a, b = pairs(a[differ], b[differ])[0]
+        linked = self.linked[a] | self.linked[b]
+        new = self._join(a[~linked], b[~linked])
+        for i, j in zip(a[linked].tolist(), b[linked].tolist(), strict=True):
+            new += self.vanish(((1, i), (-1, j)))
+        return new
+
+    def _join(self, a: Tensor, b: Tensor) -> int:
+        """Makes one class of each pair of classes; the oldest node stands for it."""
+        new = 0
+        while a.numel():
+            young, old = torch.maximum(a, b), torch.minimum(a, b)
+            before = self.parent[young]
+            self.parent.scatter_reduce_(0, young, old, "amin")
+            new += int(young[self.parent[young] != before].unique().numel())
+            a, b = self.find(young), self.find(old)
+            differ = a != b
+            a, b = a[differ], b[differ]
+        return new
+
+    def ground(self, nodes: Tensor) -> int:
+        """Adds x = 0; how many of these equations were new."""
+        return self.tie(nodes.unique(), torch.zeros((), dtype=torch.long))
+
+    def sum(self, p: Number, a: Tensor, q: Number, b: Tensor) -> Tensor:
+        """Nodes with x = p·x_a + q·x_b, `ANY` where one of them is."""
+        shape = torch.broadcast_shapes(a.shape, b.shape)
+        a, b = squash(self.find(a), self.find(b))
+        if p == 1 and not bool(b.any()):
+            return a.expand(shape)
+        if q == 1 and not bool(a.any()):
+            return b.expand(shape)
+        (left, right), which = pairs(a, b)
+        nodes = [self._sum(p, i, q, j) for i, j in zip(left.tolist(), right.tolist(), strict=True)]
+        return torch.tensor(nodes, dtype=torch.long)[which].expand(shape)
+
+    def _sum(self, p: Number, i: int, q: Number, j: int) -> int:
+        if ANY in (i, j):
+            return ANY
+        form = self.combine(((p, i), (q, j)))
+        if not form:
+            return GROUND
+        if len(form) == 1 and 1 in form.values():
+            return next(iter(form))
+        key = frozenset(form.items())
+        if key not in self._derived:
+            node = self._derived[key] = int(self.fresh(1))
+            self.forms[node] = form
+            self.linked[node] = True
+        return self._derived[key]
+
+
+def _exact(c: Fraction) -> Number:
+    return int(c) if c.denominator == 1 else c
+
+
+def pairs(a: Tensor, b: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """The distinct pairs of nodes, and which of them each element has."""
+    code, which = torch.unique((a << 32) | b, return_inverse=True)
+    return (code >> 32, code & 0xFFFFFFFF), which
+
+
+def thin(*tensors: Tensor) -> list[Tensor]:
+    """The same nodes with size 1 along every dimension that all of them are expanded over; reads none."""
+    return _narrow(tensors, lambda t, d: t.stride(d) == 0)
+
+
+def squash(*tensors: Tensor) -> list[Tensor]:
+    """The same nodes with size 1 along every dimension in which none of them changes."""
+    return _narrow(tensors, constant)
+
+
+def _narrow(tensors: Sequence[Tensor], same: Callable[[Tensor, int], bool]) -> list[Tensor]:
+    found = list(torch.broadcast_tensors(*tensors))
+    for d in range(found[0].dim()):
+        if found[0].shape[d] > 1 and all(same(t, d) for t in found):
+            found = [t.narrow(d, 0, 1) for t in found]
+    return found
+
+
+def constant(t: Tensor, d: int) -> bool:
+    """Whether nodes are the same along dimension `d`."""
+    if t.shape[d] <= 1 or t.stride(d) == 0:
+        return True
+    first = t.narrow(d, 0, 1)
+    return torch.equal(first, t.narrow(d, 1, 1)) and bool((t == first).all())

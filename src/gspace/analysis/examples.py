@@ -1,0 +1,97 @@
+"""An example batch for a model: what the user gives, what the model itself offers, or a guess from its first layer."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gspace.analysis.forward import Inputs, TraceError
+
+ROWS, SIDES, TOKENS = 2, (32, 64, 29, 96, 224), (16, 7)  # of guessed inputs: BatchNorm needs two rows
+
+
+def batches(example_input: Any) -> list[Inputs]:
+    """One batch or several: a list whose entries are batches (tuples, dicts or tensors) holds several."""
+    if isinstance(example_input, list) and example_input and all(_is_batch(x) for x in example_input):
+        return list(example_input)
+    return [example_input]
+
+
+def _is_batch(x: Any) -> bool:
+    return isinstance(x, (Tensor, tuple, Mapping))
+
+
+def few_rows(example: Inputs) -> Inputs | None:
+    """The first two rows of a batch, if all its tensors have the same number of rows and that is more."""
+    sizes = {t.shape[0] if t.dim() else -1 for t in tree_leaves(_plain(example)) if isinstance(t, Tensor)}
+    if len(sizes) != 1 or min(sizes) <= ROWS:
+        return None
+    return tree_map_only(Tensor, lambda t: t[:ROWS], _plain(example))
+
+
+def _plain(example: Inputs) -> Any:
+    return dict(example) if isinstance(example, Mapping) else example
+
+
+def redrawn(example: Inputs, generator: torch.Generator) -> Inputs:
+    """Other values of the same kind and sizes: integers out of the same range, normal numbers."""
+
+    def draw(t: Tensor) -> Tensor:
+        if t.is_meta or not t.numel():
+            return t
+        if t.is_floating_point():
+            return torch.randn(t.shape, generator=generator).to(t)
+        if t.dtype == torch.bool or int(t.max()) <= 1:
+            return t
+        return torch.randint(int(t.min()), int(t.max()) + 1, t.shape, generator=generator).to(t)
+
+    return tree_map_only(Tensor, draw, _plain(example))
+
+
+def guesses(model: nn.Module) -> Iterator[Inputs]:
+    """Inputs that a model may accept, likely ones first."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+
+    offered = getattr(model, "dummy_inputs", None)
+    if isinstance(offered, Mapping) and offered:
+        yield tree_map_only(Tensor, lambda t: t.to(like.device, like.dtype if t.is_floating_point() else t.dtype), dict(offered))
+    config = getattr(model, "pretrained_cfg", None)
+    if isinstance(config, Mapping) and "input_size" in config:
+        yield normal(ROWS, *config["input_size"])
+    layer: Any = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
+    if isinstance(layer, nn.Embedding):
+        for n in TOKENS:
+            yield torch.randint(layer.num_embeddings, (ROWS, n), generator=generator).to(like.device)
+    channels = getattr(layer, "in_channels", None)
+    rank = next((d for d in (1, 2, 3) if type(layer).__name__.endswith(f"{d}d")), None)
+    if isinstance(channels, int) and rank is not None:
+        for side in SIDES:
+            yield normal(ROWS, channels, *[side] * rank)
+    if isinstance(layer, nn.Linear):
+        yield normal(ROWS, layer.in_features)
+        yield normal(ROWS, 7, layer.in_features)
+    width = next((p.shape[-1] for p in layer.parameters(recurse=False) if p.dim()), 1) if layer is not None else 1
+    if layer is not None and not isinstance(layer, (nn.Linear, nn.Embedding)) and rank is None:
+        yield normal(ROWS, width)
+        yield normal(ROWS, 7, width)
+        for p in layer.parameters(recurse=False):
+            if p.dim() > 1:
+                yield normal(ROWS, p.shape[0])
+
+
+def refusal(tried: list[tuple[Inputs, Exception]]) -> TraceError:
+    """What to say when no guess fits."""
+    shapes = ["×".join(map(str, t.shape)) for x, _ in tried for t in tree_leaves(_plain(x)) if isinstance(t, Tensor)]
+    told = f" (tried {', '.join(dict.fromkeys(shapes))}: {_first_line(tried[-1][1])})" if tried else ""
+    return TraceError(f"no input of the model could be guessed{told}: pass example_input=, a batch the model accepts")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
