@@ -33,6 +33,17 @@ def require_values(model: nn.Module) -> None:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
 
 
+def require_seen(analysis: Analysis) -> None:
+    """Every weight was used in the runs of `analyze`: of one that was not, nobody knows how it must be scaled."""
+    if analysis.unseen:
+        name, n = next(iter(analysis.unseen.items()))
+        more = f" and {len(analysis.unseen) - 1} more parameters" if len(analysis.unseen) > 1 else ""
+        raise ValueError(
+            f"the example did not use {n:,} weights of {name!r}{more}, so their scales are not known: analyze with "
+            "several or longer examples (example_input=[a, b]), or name their modules in pin= if they are never used"
+        )
+
+
 def require_one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(repr(a) for a in allowed)}, got {value!r}")

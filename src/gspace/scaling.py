@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis
-from gspace.arguments import require_values
+from gspace.arguments import require_seen, require_values
 from gspace.balance import balanced_log_scales
 from gspace.analysis import analyzed
 
@@ -103,29 +103,31 @@ def rescale_(
     if len(scales) not in (found.H, found.H + found.H_absorbed):
         also = f" or {found.H + found.H_absorbed} (with absorbed rows)" if found.H_absorbed else ""
         raise ValueError(f"the model has {found.H}{also} units to scale, got {len(scales)} scales")
-    c = torch.ones(1 + found.H + found.H_absorbed, dtype=torch.float64, device="cpu")
-    c[1 : 1 + len(scales)] = scales.values
-    _apply(model, found, c)
+    log = torch.zeros(1 + found.H + found.H_absorbed, dtype=torch.float64, device="cpu")
+    log[1 : 1 + len(scales)] = scales.log()
+    _apply(model, found, log)
     return model
 
 
-def _apply(model: nn.Module, analysis: Analysis, c: Tensor) -> None:
+def _apply(model: nn.Module, analysis: Analysis, units: Tensor) -> None:
+    """Multiplies by e^(x[head] − x[tail]) what each unit's log-scale x says; a gain 1 + w is multiplied as a whole."""
+    require_seen(analysis)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    changes: list[tuple[str, Tensor, Tensor]] = []
+    changes: list[tuple[str, Tensor, Tensor, float]] = []
+    c = analysis.log_scales(units).exp()
     for e in analysis.edges:
-        view = e.view(parameters[e.name].detach())
-        factor = (c[e.head][:, :, None] / c[e.tail][:, None, :]).reshape(
-            *view.shape[:1], e.head.shape[1], e.tail.shape[1]
-        )
-        if bool((factor != 1).any()):
+        if bool((c[e.head] != 1).any()) or bool((c[e.tail] != 1).any()):
+            view = e.view(parameters[e.name].detach())
+            factor = c[e.head][:, :, None] / c[e.tail][:, None, :]
             factor = factor.reshape(*factor.shape, *[1] * (view.dim() - 3)).to(view.device)
-            changes.append((e.name, view, factor))
+            changes.append((e.name, view, factor, e.shift))
     for s in analysis.statistics:
         factor = c[s.unit] ** s.power
         if bool((factor != 1).any()):
-            changes.append((s.name, buffers[s.name], factor.to(buffers[s.name].device)))
-    for name, view, factor in changes:
-        limits, before, after = torch.finfo(view.dtype), view.abs(), view.abs() * factor
+            changes.append((s.name, buffers[s.name], factor.to(buffers[s.name].device), 0.0))
+    for name, view, factor, shift in changes:
+        limits, before = torch.finfo(view.dtype), (view + shift).abs()
+        after = before * factor
         if not bool(before.isfinite().all()):
             raise ValueError(f"{name} holds values that are not finite, which no scale changes")
         lost = (after < limits.tiny * limits.eps) & (before > 0)
@@ -137,8 +139,8 @@ def _apply(model: nn.Module, analysis: Analysis, c: Tensor) -> None:
                 f"these scales take {name} out of the range of {view.dtype} (it would be {low:.3g} to {high:.3g})"
             )
     with torch.no_grad():
-        for _, view, factor in changes:
-            view.copy_(view * factor)
+        for _, view, factor, shift in changes:
+            view.copy_((view + shift) * factor - shift if shift else view * factor)
 
 
 def _row_sizes(view: Tensor) -> Tensor:
@@ -157,6 +159,5 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
     n = 1 + found.H + found.H_absorbed
     fixed = torch.arange(n, device="cpu") > found.H if not absorbed else None
     log = balanced_log_scales(found.edges, dict(model.named_parameters()), n, fixed).cpu()
-    scales = Scales(log[1:].exp())
-    _apply(model, found, log.exp())
-    return scales
+    _apply(model, found, log)
+    return Scales(log[1:].exp())

@@ -266,7 +266,7 @@ def _once(follow: Follow, model: nn.Module, example: Inputs, pinned: set[nn.Modu
             follow.pin(follow.ids(t), "an output of the model", "output")
     statistics = set(follow.statistics)
     for t in [*kept(model, before), *model.buffers()]:
-        if t in follow.memory and key_of(t) not in statistics:
+        if t in follow.memory and follow.depends_on_data(t) and key_of(t) not in statistics:
             follow.pin(follow.ids(t), "kept in an attribute of the model", "attribute")
 
 

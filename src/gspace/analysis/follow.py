@@ -39,7 +39,7 @@ class Call(NamedTuple):
         """The first of these arguments that the operation has."""
         return next((self.args[name] for name in names if name in self.args), None)
 
-    def run(self, **changed: Any) -> Any:
+    def run(self, /, **changed: Any) -> Any:
         """The operation itself on other values."""
         return self.function(**{**self.args, **changed})
 
@@ -171,8 +171,13 @@ class Follow(TorchDispatchMode):
                 if not torch.equal(left, right):  # a rotary embedding adds a value to a permutation of itself
                     reason = "a residual connection (residual='tie' would tie the two streams)"
                     self.pin(torch.cat([left, right]), reason)
+        return self.tied(a, b)
+
+    def tied(self, a: Tensor, b: Tensor) -> Tensor:
+        """Nodes that must be the same: the first, or the second where the first is `ANY`."""
         self.equations.tie(a, b)
-        return self.equations.find(torch.where(a == ANY, b, a) if bool((thin(a)[0] == ANY).any()) else a)
+        literal = thin(a)[0] == ANY
+        return self.equations.find(torch.where(a == ANY, b, a) if bool(literal.any()) else a)
 
     def reduce(self, nodes: Tensor, dims: Sequence[int] | int | None = None, keep: bool = True) -> Tensor:
         """One scale over `dims` (all, if None or empty)."""
@@ -226,7 +231,7 @@ class Follow(TorchDispatchMode):
             result = rule(self, Call(name, func, _bound(func, args, kwargs)))
         out = func(*args, **kwargs)
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if result is not None or (writes and any(t in self.memory for t in outs)):
+        if result is not None or (writes and not is_view and any(t in self.memory for t in outs)):
             listed = result if isinstance(result, list) else [result] * len(outs)
             for t, nodes in zip(outs, listed, strict=False):
                 self._assign(t, nodes)
@@ -291,8 +296,8 @@ def _facts(func: Any) -> tuple[str, bool, bool]:
     """Its name without the underscore of a call in place, whether it writes, and whether its result is a view."""
     name = func._schema.name.split("::")[1]
     writes = func._schema.is_mutable
-    in_place = name.endswith("_") and not name.endswith("__")
-    return name[:-1] if in_place else name, writes, func.is_view or name in VIEWS
+    name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return name, writes, func.is_view or name in VIEWS
 
 
 VIEWS = frozenset(

@@ -42,14 +42,13 @@ class Box(NamedTuple):
 
 def layout(parameter: Tensor, begin: int, uses: Sequence[Use], equations: Equations) -> Layout:
     """How `parameter` is laid out, given all that was done with it."""
-    shift = uses[0].shift if uses else 0.0
     shape = list(parameter.shape) or [1]
     boxes: list[Box] = []
     for use in uses:
         box = _box(parameter, begin, use, equations)
+        box = None if box is None else _extended(box, shape)
         if box is not None and not any((box.starts, box.sizes) == (b.starts, b.sizes) for b in boxes):
             boxes.append(box)
-    boxes = [_extended(box, shape) for box in boxes]
     whole = next((b for b in boxes if b.sizes == shape), None)
     joined = whole or _joined(boxes, shape)
     if joined is not None:
@@ -57,8 +56,8 @@ def layout(parameter: Tensor, begin: int, uses: Sequence[Use], equations: Equati
         for groups, swap in _candidates(shape, head, tail):
             found = _fitted(shape, head, tail, groups, swap)
             if found is not None:
-                return Layout(*found, swap, shift, 0)
-    return _elementwise(boxes, shape, shift, equations)
+                return Layout(*found, swap, uses[0].shift, 0)
+    return _elementwise(parameter, begin, uses, equations)
 
 
 def _box(parameter: Tensor, begin: int, use: Use, equations: Equations) -> Box | None:
@@ -160,13 +159,16 @@ def _fitted(shape: Sequence[int], head: Tensor, tail: Tensor, groups: int, swap:
     return (second, first) if swap else (first, second)
 
 
-def _elementwise(boxes: Sequence[Box], shape: Sequence[int], shift: float, equations: Equations) -> Layout:
+def _elementwise(parameter: Tensor, begin: int, uses: Sequence[Use], equations: Equations) -> Layout:
     """One node for each element, from ground."""
-    nodes, seen = torch.zeros(*shape, dtype=torch.long), torch.zeros(*shape, dtype=torch.bool)
-    for box in boxes:
-        place = tuple(slice(i, i + n) for i, n in zip(box.starts, box.sizes, strict=True))
-        if box.head.numel() * box.tail.numel() > LARGEST:
-            equations.ground(torch.cat([box.head.reshape(-1), box.tail.reshape(-1)]))
-        nodes[place] = equations.sum(1, box.head, -1, box.tail)
-        seen[place] = True
-    return Layout(nodes.reshape(1, -1), torch.zeros(1, 1, dtype=torch.long), False, shift, int((~seen).sum()))
+    sizes, strides = parameter.shape, parameter.stride()
+    span = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    nodes, seen = torch.zeros(span, dtype=torch.long), torch.zeros(span, dtype=torch.bool)
+    for use in reversed(uses):
+        if use.head.numel() * use.tail.numel() > LARGEST:
+            equations.ground(torch.cat([use.head.reshape(-1), use.tail.reshape(-1)]))
+        where = use.place.sizes, use.place.strides, use.place.offset - begin
+        nodes.as_strided(*where).copy_(equations.sum(1, use.head, -1, use.tail))
+        seen.as_strided(*where).fill_(True)
+    found, known = (t.as_strided(sizes, strides).reshape(1, -1) for t in (nodes, seen))
+    return Layout(found, torch.zeros(1, 1, dtype=torch.long), False, uses[0].shift, int((~known).sum()))

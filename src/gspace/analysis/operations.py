@@ -56,6 +56,7 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("linear mkldnn_linear _addmm_activation", rules.linear),
     ("convolution _convolution cudnn_convolution mkldnn_convolution convolution_overrideable", rules.convolution),
     ("_grouped_mm", rules.grouped_product),
+    ("_trilinear", rules.trilinear),
     (
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 Residual = Literal["pin", "tie"]
@@ -129,6 +130,18 @@ class Analysis:
     residual: Residual = "tie"
     forms: Mapping[int, Form] = field(default_factory=dict, repr=False)
     unseen: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+    def log_scales(self, units: Tensor) -> Tensor:
+        """Log-scales of all ids of `edges`, given those of ground and units, `(1 + H + H_absorbed,)`."""
+        top = max([len(units) - 1, *self.forms])
+        log = torch.zeros(top + 1, dtype=torch.float64, device=units.device)
+        log[: len(units)] = units
+        if self.forms:
+            terms = [(node, u, float(c)) for node, form in self.forms.items() for u, c in form]
+            nodes, of, coefficients = zip(*terms, strict=True)
+            values = log[list(of)] * torch.tensor(coefficients, dtype=torch.float64, device=log.device)
+            log.index_add_(0, torch.tensor(nodes, device=log.device), values)
+        return log
 
     @property
     def invariant_ratio(self) -> float:

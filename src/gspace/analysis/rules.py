@@ -159,9 +159,7 @@ def collected(s: Follow, c: Call) -> Nodes:
         if other.shape[dim : dim + 1] == (1,) and c.name in ("scatter", "scatter_add", "scatter_reduce"):
             one, other = s.reduce(x), s.reduce(source)
     other = other.reshape([1] * (one.dim() - other.dim()) + list(other.shape))
-    s.equations.tie(one, other)
-    result = torch.where(one == ANY, other, one)
-    return s.equations.find(result).expand(x.shape)
+    return s.tied(*torch.broadcast_tensors(one, other)).expand(x.shape)
 
 
 # Arithmetic -----------------------------------------------------------------------------------------------------------
@@ -227,9 +225,7 @@ def compared(s: Follow, c: Call) -> Nodes:
 def product_added(s: Follow, c: Call) -> Nodes:
     """addcmul, addcdiv."""
     term = s.equations.sum(1, s.ids(c["tensor1"]), 1 if c.name == "addcmul" else -1, s.ids(c["tensor2"]))
-    x = s.ids(c["self"])
-    s.equations.tie(x, term)
-    return s.equations.find(torch.where(x == ANY, term, x))
+    return s.tied(*torch.broadcast_tensors(s.ids(c["self"]), term))
 
 
 def clamped(s: Follow, c: Call) -> Nodes:
@@ -319,8 +315,7 @@ def _as_batch(content: Tensor | Raw, rank: int, new: int) -> Tensor | Raw:
 
 
 def _biased(s: Follow, nodes: Tensor, bias: Tensor) -> Tensor:
-    s.equations.tie(nodes, s.ids(bias))
-    return s.equations.find(nodes)
+    return s.tied(nodes, s.ids(bias).expand(nodes.shape))
 
 
 def linear(s: Follow, c: Call) -> Nodes:
@@ -351,9 +346,19 @@ def convolution(s: Follow, c: Call) -> Nodes:
         head = s.equations.sum(1, weight.unflatten(0, (groups, -1)), 1, tail)
         head = s.reduce(head, [1 if transposed else 2, *range(3, head.dim())])
     head = head.reshape(1, -1, *taps)
-    if c["bias"] is not None:
-        s.equations.tie(head.flatten(), s.ids(c["bias"]))
-    return s.equations.find(head)
+    return head if c["bias"] is None else s.tied(head, s.ids(c["bias"]).reshape(head.shape))
+
+
+def trilinear(s: Follow, c: Call) -> Nodes:
+    """Products of three, summed."""
+    nodes = []
+    for k in "123":
+        t = s.ids(c[f"i{k}"])
+        for d in c[f"expand{k}"]:
+            t = t.unsqueeze(d)
+        nodes.append(t)
+    total = s.equations.sum(1, s.equations.sum(1, nodes[0], 1, nodes[1]), 1, nodes[2])
+    return s.reduce(total, c["sumdim"], keep=False)
 
 
 def grouped_product(s: Follow, c: Call) -> Nodes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gspace.analysis.equations import GROUND, Equations, squash
+from gspace.analysis.equations import ANY, GROUND, Equations, squash
 from gspace.analysis.memory import Raw
 
 LARGEST = 1 << 20  # elements of a matrix that are followed one by one
@@ -69,9 +69,12 @@ class Weights:
         self, raw: Raw, tail: Tensor, shape: Sequence[int], shift: float = 0.0, normalizes: bool = False
     ) -> Tensor:
         """Nodes of the given shape that `raw` writes from `tail`: those of an earlier use that was the same, or new."""
-        place = _without_repeats(raw)
+        place, literal = _without_repeats(raw), tail == ANY
+        if bool(literal.all()):  # all of it is multiplied by zeros
+            return torch.tensor(ANY).expand(tuple(shape))
+        tail = torch.where(literal, GROUND, tail) if bool(literal.any()) else tail
         for use in self.uses.get(self.region(raw), ()):
-            if (use.place, use.shift) == (place, shift) and self._same(use.tail, tail) and use.head.shape == shape:
+            if (use.place, use.shift) == (place, shift) and self._same(use.tail, tail) and use.head.shape == tuple(shape):
                 return use.head
         head = self.equations.fresh(*shape)
         self.use(Use(place, head, tail, shift, normalizes))
@@ -136,7 +139,7 @@ class Weights:
         for part in [*parts, set()]:
             f = torch.zeros((), dtype=torch.long)
             for (sign, t), dims in zip(few, varies, strict=True):
-                if dims <= part if part else not dims:
+                if bool(dims) == bool(part) and dims <= part:
                     f = self.equations.sum(1, f, sign, t)
             first = f
             for d in part:
