@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from gspace.analysis.assemble import assemble
+from gspace.analysis.assemble import assemble, unread
 from gspace.analysis.examples import batches, few_rows, guesses, redrawn, refusal
 from gspace.analysis.follow import Escapes, Follow, Pinned
 from gspace.analysis.forward import (
@@ -153,7 +153,7 @@ def _followed(
             follow = _run([one for one in short if one is not None], model, residual, pinned, modes)
         except TraceError:
             return _run(given, model, residual, pinned, modes)
-        return follow if not _unread(follow, model) else _run(given, model, residual, pinned, modes)
+        return follow if not unread(follow, model) else _run(given, model, residual, pinned, modes)
     return _run(given, model, residual, pinned, modes)
 
 
@@ -168,7 +168,7 @@ def _run(
             _repeat(follow, model, example, pinned)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):  # experts that no token went to
-        if not _unread(follow, model):
+        if not unread(follow, model):
             break
         for training in modes:
             set_mode(model, training)
@@ -177,18 +177,6 @@ def _run(
             except TraceError:  # other values the model does not take
                 return follow
     return follow
-
-
-def _unread(follow: Follow, model: nn.Module) -> list[str]:
-    """Parameters that no run has read."""
-    alike = {(key_of(p), int(p.storage_offset())) for p in ()}
-    return [
-        name
-        for name, p in model.named_parameters()
-        if p.numel()
-        and key_of(p) in follow.weights.regions
-        and (key_of(p), int(p.storage_offset())) not in follow.weights.uses.keys() | alike
-    ]
 
 
 def _enter(follow: Follow, model: nn.Module) -> None:

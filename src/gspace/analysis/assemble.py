@@ -59,9 +59,7 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
     )
     m = sum(p.numel() for p in names.values() if p.requires_grad)
     H = units.exact
-    read = {part.name for part in parts}
-    unseen = {name: p.numel() for name, p in names.items() if name not in read and p.numel()}
-    unseen = {name: n for name, n in unseen.items() if not any(pin.where == name for pin in follow.pins)}
+    unseen = {name: names[name].numel() for name in unread(follow, model)}
     unseen.update({part.name: part.layout.unseen for part in parts if part.layout.unseen})
     return Analysis(
         H=H,
@@ -78,6 +76,16 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
         forms=units.forms,
         unseen=unseen,
     )
+
+
+def unread(follow: Follow, model: nn.Module) -> list[str]:
+    """Parameters that no run has read."""
+    seen = follow.weights.uses.keys() | follow.weights.idle
+    return [
+        name
+        for name, p in model.named_parameters()
+        if p.numel() and key_of(p) in follow.weights.regions and (key_of(p), int(p.storage_offset())) not in seen
+    ]
 
 
 def _transparent(follow: Follow) -> Equations:

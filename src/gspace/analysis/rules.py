@@ -152,12 +152,9 @@ def collected(s: Follow, c: Call) -> Nodes:
     elif c.name == "masked_scatter":
         one, other = s.reduce(x), s.reduce(s.ids(c["source"]))
     else:
-        source = s.ids(c.get("source", "src"))
-        dim = c["dim"] % max(source.dim(), 1)
-        one, other = s.reduce(x, dim), s.reduce(source, dim)
-        one, other = one.expand(x.shape), other.reshape(other.shape)
-        if other.shape[dim : dim + 1] == (1,) and c.name in ("scatter", "scatter_add", "scatter_reduce"):
-            one, other = s.reduce(x), s.reduce(source)
+        source = s.ids(c.get("source", "src", "value"))
+        dims = [c["dim"]] if c.name == "index_add" else None  # a scatter has an index for every entry
+        one, other = s.reduce(x, dims), s.reduce(source, dims)
     other = other.reshape([1] * (one.dim() - other.dim()) + list(other.shape))
     return s.tied(*torch.broadcast_tensors(one, other)).expand(x.shape)
 

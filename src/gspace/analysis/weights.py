@@ -38,6 +38,7 @@ class Weights:
         uses: By storage and begin of the region, in the order of the run.
         repeats: Pairs of terms (h₁, t₁), (h₂, t₂) of elements that were used twice.
         clashes: Terms of uses whose places overlap in a way that no grid describes.
+        idle: Regions of parameters that only zeros were multiplied by: any scale will do.
     """
 
     equations: Equations
@@ -45,6 +46,7 @@ class Weights:
     uses: dict[tuple[int, int], list[Use]] = field(default_factory=dict)
     repeats: list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = field(default_factory=list)
     clashes: list[Tensor] = field(default_factory=list)
+    idle: set[tuple[int, int]] = field(default_factory=set)
 
     def enter(self, key: int, begin: int, end: int) -> None:
         """A parameter's elements in its storage."""
@@ -71,6 +73,7 @@ class Weights:
         """Nodes of the given shape that `raw` writes from `tail`: those of an earlier use that was the same, or new."""
         place, literal = _without_repeats(raw), tail == ANY
         if bool(literal.all()):  # all of it is multiplied by zeros
+            self.idle.add(self.region(raw))
             return torch.tensor(ANY).expand(tuple(shape))
         tail = torch.where(literal, GROUND, tail) if bool(literal.any()) else tail
         for use in self.uses.get(self.region(raw), ()):
@@ -169,8 +172,8 @@ def on_grid(use: Use, strides: Sequence[int], begin: int) -> tuple[list[int], li
     """Start and size of a use along each stride, largest first, and its head and tail so; None: it does not fit."""
     sizes, steps, offset = use.place.sizes, use.place.strides, use.place.offset - begin
     order = sorted((d for d, n in enumerate(sizes) if n > 1), key=lambda d: -steps[d])
-    terms = [t.expand(sizes).permute(*order, *(d for d, n in enumerate(sizes) if n == 1)) for t in (use.head, use.tail)]
-    terms = [t.reshape(t.shape[: len(order)]) for t in terms]
+    flat = [d for d, n in enumerate(sizes) if n == 1]
+    terms = [t.expand(sizes).permute([*order, *flat]).reshape([sizes[d] for d in order]) for t in (use.head, use.tail)]
     found: list[int] = []
     for k in range(len(strides)):
         d = order[0] if order else -1
