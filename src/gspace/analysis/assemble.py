@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,6 @@ class Part(NamedTuple):
 class Units:
     """Numbers of units: 0 ground, then exact ones, absorbed ones, and behind them linear forms of those."""
 
-    number: Mapping[int, int]
     table: Tensor
     exact: int
     absorbed: int
@@ -138,46 +138,39 @@ def _number(
     """Numbers the free nodes that parameters touch, oldest first; those that an ε absorbs come last."""
     touched = [t.reshape(-1) for part in parts for t in part.layout[:2]] + [t.reshape(-1) for t in others]
     none = torch.zeros(0, dtype=torch.long)
-    last: set[int] = set()
-    for node in equations.find(torch.cat([*absorbed, none])).unique().tolist():
-        form = equations.form(node) if node > ANY else {}
-        free = {j for j in form if j not in last}
+    ids = equations.find(torch.cat([*absorbed, none])).unique()
+    ids = ids[ids > ANY]
+    last = set(ids[~equations.linked[ids]].tolist())
+    for node in ids[equations.linked[ids]].tolist():
+        form = equations.form(node)
+        free_terms = [j for j in form if j not in last]
         if len(form) == 1:
             last.update(form)
-        elif free:  # the sum itself becomes the absorbed unit, in place of one of its terms
-            unit = int(equations.fresh(1))
-            pivot = max(free)
+        elif free_terms:  # the sum itself becomes the absorbed unit, in place of one of its terms
+            unit, pivot = int(equations.fresh(1)), max(free_terms)
             c = form.pop(pivot)
-            equations.forms[pivot] = {unit: _over(1, c), **{j: _over(-k, c) for j, k in form.items()}}
-            equations.linked[pivot] = True
+            equations.define(pivot, {unit: Fraction(1) / c, **{j: Fraction(-k) / c for j, k in form.items()}})
             last.add(unit)
     ids = equations.find(torch.cat([*touched, none])).unique()
     ids = ids[ids > ANY]
-    linked = ids[equations.linked[ids]].tolist()
-    forms = {node: equations.form(node) for node in linked}
-    free = set(ids[~equations.linked[ids]].tolist()).union(*forms.values())
-    ordered = sorted(free, key=lambda node: (node in last, node))
-    number = {node: k + 1 for k, node in enumerate(ordered)}
+    plain = ids[~equations.linked[ids]]
+    forms = {node: equations.form(node) for node in ids[equations.linked[ids]].tolist()}
+    inside = torch.tensor(sorted({j for form in forms.values() for j in form}), dtype=torch.long)
+    free = torch.cat([plain, inside]).unique()
+    late = torch.isin(free, torch.tensor(sorted(last), dtype=torch.long))
+    ordered = torch.cat([free[~late], free[late]])
     table = torch.zeros(equations.count, dtype=torch.long)
-    table[torch.tensor(ordered, dtype=torch.long)] = torch.arange(1, len(ordered) + 1)
+    table[ordered] = torch.arange(1, len(ordered) + 1)
     behind: dict[int, Form] = {}
     known: dict[Form, int] = {}
     for node, form in forms.items():
-        written = tuple(sorted((number[j], c) for j, c in form.items()))
+        written = tuple(sorted((int(table[j]), c) for j, c in form.items()))
         if len(written) == 1 and written[0][1] == 1:
             table[node] = written[0][0]
         elif written:
-            table[node] = known.setdefault(written, len(ordered) + 1 + len(known))
-            behind[int(table[node])] = written
-    late = sum(node in last for node in ordered)
-    return Units(number, table, len(ordered) - late, late, behind)
-
-
-def _over(a: object, b: object) -> int | object:
-    from fractions import Fraction
-
-    result = Fraction(a) / Fraction(b)  # type: ignore[arg-type]
-    return int(result) if result.denominator == 1 else result
+            number = known.setdefault(written, len(ordered) + 1 + len(known))
+            table[node], behind[number] = number, written
+    return Units(table, len(ordered) - int(late.sum()), int(late.sum()), behind)
 
 
 def _edges(parts: Sequence[Part], units: Units, equations: Equations) -> tuple[Edges, ...]:
@@ -261,16 +254,13 @@ def groups(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]
 
 def _sides(e: Edges, total: int, forms: Mapping[int, Form]) -> tuple[Tensor, Tensor]:
     """Units that a parameter grows with, and units that it shrinks with."""
-    found: tuple[set[int], set[int]] = (set(), set())
-    for column, side in enumerate((e.head, e.tail)):
-        for u in side.unique().tolist():
-            if u <= total:
-                found[column].add(u)
-            for v, c in forms.get(u, ()):
-                found[column if c > 0 else 1 - column].add(v)
-    return torch.tensor(sorted(found[0] - {0}), dtype=torch.long), torch.tensor(
-        sorted(found[1] - {0}), dtype=torch.long
-    )
+    sides = [side.unique() for side in (e.head, e.tail)]
+    found = [[side[(side > 0) & (side <= total)]] for side in sides]
+    for column, side in enumerate(sides):
+        terms = [term for node in side[side > total].tolist() for term in forms[node]]
+        for v, c in terms:
+            found[column if c > 0 else 1 - column].append(torch.tensor([v]))
+    return torch.cat(found[0]).unique(), torch.cat(found[1]).unique()
 
 
 def _pinned(pins: Sequence[Pinned]) -> tuple[Pin, ...]:

@@ -2,8 +2,8 @@
 
 A node stands for the log-scale x of an element or unit. Node 0 is ground, x = 0. Node 1, `ANY`, marks a literal zero or
 infinity, which takes any scale. An equation x_a = x_b makes a the child of b in a union-find that whole tensors enter
-at once. Every other equation is solved for its newest node, whose link is a linear form {node: coefficient} over older
-ones; there are few of those, and their arithmetic is that of Fractions.
+at once. So do multiples, x_a = p·x_b. Every other equation is solved for its newest node, whose link is a linear form
+{node: coefficient} over older ones; there are few of those, and their arithmetic is that of Fractions.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,18 +18,31 @@ Form = dict[int, Number]
 
 
 class Equations:
-    """The solved equations. `parent` is the union-find, `forms` the links with several terms or other coefficients."""
+    """The solved equations.
+
+    Attributes:
+        parent: The union-find; a root stands for its class.
+        factor: Which of `factors` a root is times its `base`; 0: it is no multiple of another node.
+        forms: Links of roots with several terms.
+        linked: Roots that have a base or a form.
+    """
 
     def __init__(self) -> None:
-        self.parent = torch.arange(1024)
         self.count = 2
+        self.parent = torch.arange(1024)
+        self.base, self.factor = torch.zeros(1024, dtype=torch.long), torch.zeros(1024, dtype=torch.long)
+        self.linked = torch.zeros(1024, dtype=torch.bool)
+        self.factors: list[Number] = [1]
         self.forms: dict[int, Form] = {}
-        self.linked = torch.zeros(1024, dtype=torch.bool)  # nodes that have a form
         self._derived: dict[frozenset[tuple[int, Number]], int] = {}
+        self._multiples: dict[Number, Tensor] = {}
 
     def copy(self) -> "Equations":
         other = Equations()
-        other.parent, other.count, other.linked = self.parent.clone(), self.count, self.linked.clone()
+        other.count, other.factors = self.count, self.factors
+        other.parent, other.base, other.factor, other.linked = (
+            t.clone() for t in (self.parent, self.base, self.factor, self.linked)
+        )
         other.forms = {node: dict(form) for node, form in self.forms.items()}
         return other
 
@@ -41,9 +54,11 @@ class Equations:
         nodes = torch.arange(self.count, self.count + n).view(shape)
         self.count += n
         if self.count > len(self.parent):
-            size = max(2 * len(self.parent), self.count)
-            self.parent = torch.cat([self.parent, torch.arange(len(self.parent), size)])
-            self.linked = torch.cat([self.linked, torch.zeros(size - len(self.linked), dtype=torch.bool)])
+            more = max(len(self.parent), self.count - len(self.parent))
+            self.parent = torch.cat([self.parent, torch.arange(len(self.parent), len(self.parent) + more)])
+            self.base, self.factor, self.linked = (
+                torch.cat([t, torch.zeros(more, dtype=t.dtype)]) for t in (self.base, self.factor, self.linked)
+            )
         return nodes
 
     def find(self, nodes: Tensor) -> Tensor:
@@ -68,11 +83,14 @@ class Equations:
         node = self._root(node)
         form = self.forms.get(node)
         if form is None:
+            if node and bool(self.linked[node]):
+                p = self.factors[int(self.factor[node])]
+                return {j: p * c for j, c in self.form(int(self.base[node])).items()}
             return {node: 1} if node else {}
-        current = self.combine((c, j) for j, c in form.items())
-        if current != form:
-            self.forms[node] = current
-        return current
+        if all(j == self._root(j) and j not in self.forms and not self.linked[j] for j in form):
+            return form
+        form = self.forms[node] = self.combine((c, j) for j, c in form.items())
+        return form
 
     def combine(self, terms: Iterable[tuple[Number, int]]) -> Form:
         """Σ c·x over free nodes."""
@@ -89,15 +107,29 @@ class Equations:
             return False
         pivot = max(form)
         c = form.pop(pivot)
-        link = {j: _exact(Fraction(-k) / c) for j, k in form.items()}
+        link = {j: -k if c == 1 else k if c == -1 else Fraction(-k) / c for j, k in form.items()}
         if not link:
             self.parent[pivot] = GROUND
         elif len(link) == 1 and 1 in link.values():
             (self.parent[pivot],) = link
         else:
-            self.forms[pivot] = link
-            self.linked[pivot] = True
+            self.define(pivot, link)
         return True
+
+    def define(self, node: int, form: Form) -> None:
+        """x_node is this form from now on; it was free, or is new."""
+        form = {j: _exact(c) for j, c in form.items()}
+        self.linked[node] = True
+        if len(form) == 1:
+            ((base, p),) = form.items()
+            self.base[node], self.factor[node] = base, self._factor(p)
+        else:
+            self.forms[node] = form
+
+    def _factor(self, p: Number) -> int:
+        if p not in self.factors[1:]:
+            self.factors.append(p)
+        return self.factors.index(p, 1)
 
     def tie(self, a: Tensor, b: Tensor) -> int:
         """Adds x_a = x_b, element by element; how many of these equations were new. `ANY` agrees with everything."""
@@ -108,7 +140,16 @@ class Equations:
         a, b = pairs(a[differ], b[differ])[0]
         linked = self.linked[a] | self.linked[b]
         new = self._join(a[~linked], b[~linked])
-        for i, j in zip(a[linked].tolist(), b[linked].tolist(), strict=True):
+        if not bool(linked.any()):
+            return new
+        a, b = a[linked], b[linked]
+        f, g = self.factor[a], self.factor[b]  # equal multiples: their bases are equal, and so are they
+        alike = ((f == g) | (a == GROUND) | (b == GROUND)) & (f + g > 0)
+        if bool(alike.any()):
+            new += self.tie(self.base[a[alike]], self.base[b[alike]])
+            young, old = torch.maximum(a, b)[alike], torch.minimum(a, b)[alike]
+            self.parent.scatter_reduce_(0, young, self.find(old), "amin")
+        for i, j in zip(a[~alike].tolist(), b[~alike].tolist(), strict=True):
             new += self.vanish(((1, i), (-1, j)))
         return new
 
@@ -137,9 +178,28 @@ class Equations:
             return a.expand(shape)
         if q == 1 and not bool(a.any()):
             return b.expand(shape)
+        if not bool(b.any()):
+            return self._times(p, a).expand(shape)
         (left, right), which = pairs(a, b)
-        nodes = [self._sum(p, i, q, j) for i, j in zip(left.tolist(), right.tolist(), strict=True)]
+        plain = (left > ANY) & (right > ANY) & (left != right) & ~self.linked[left] & ~self.linked[right]
+        made = zip(left.tolist(), right.tolist(), plain.tolist(), strict=True)
+        nodes = [self._derive({i: p, j: q}) if free else self._sum(p, i, q, j) for i, j, free in made]
         return torch.tensor(nodes, dtype=torch.long)[which].expand(shape)
+
+    def _times(self, p: Number, nodes: Tensor) -> Tensor:
+        """Nodes with x = p·x, made when they are first asked for."""
+        few, which = nodes.unique(return_inverse=True)
+        plain = (few > ANY) & ~self.linked[few]
+        known = self._multiples.setdefault(p, torch.zeros(0, dtype=torch.long))
+        if len(known) < self.count:
+            known = self._multiples[p] = torch.cat([known, torch.zeros(self.count - len(known), dtype=torch.long)])
+        missing = few[plain & (known[few] == 0)]
+        made = known[missing] = self.fresh(len(missing))
+        self.base[made], self.factor[made], self.linked[made] = missing, self._factor(p), True
+        result = torch.where(plain, known[few], few)
+        for k in (~plain & (few > ANY)).nonzero()[:, 0].tolist():
+            result[k] = self._sum(p, int(few[k]), 1, GROUND)
+        return result[which]
 
     def _sum(self, p: Number, i: int, q: Number, j: int) -> int:
         if ANY in (i, j):
@@ -149,15 +209,19 @@ class Equations:
             return GROUND
         if len(form) == 1 and 1 in form.values():
             return next(iter(form))
+        return self._derive(form)
+
+    def _derive(self, form: Form) -> int:
+        """A node of this form, the same each time."""
         key = frozenset(form.items())
-        if key not in self._derived:
+        node = self._derived.get(key)
+        if node is None:
             node = self._derived[key] = int(self.fresh(1))
-            self.forms[node] = form
-            self.linked[node] = True
-        return self._derived[key]
+            self.define(node, form)
+        return node
 
 
-def _exact(c: Fraction) -> Number:
+def _exact(c: Number) -> Number:
     return int(c) if c.denominator == 1 else c
 
 

@@ -3,7 +3,7 @@
 import random
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -126,10 +126,15 @@ def kept(model: nn.Module, before: set[int]) -> list[Tensor]:
 
 
 def attributes(model: nn.Module) -> list[Tensor]:
-    """Tensors that modules hold, parameters and buffers among them."""
-    values: Iterable[Any] = (v for m in model.modules() for k, v in vars(m).items() if k != "_modules")
-    return [t for value in values for t in _leaves(value) if isinstance(t, Tensor)]
+    """Tensors that modules hold outside of their parameters and buffers."""
+    found: list[Tensor] = []
+    for m in model.modules():
+        for name, value in vars(m).items():
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, (dict, list, tuple)) and value and name not in HELD:
+                found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return found
 
 
-def _leaves(value: Any) -> Sequence[Any]:
-    return tree_leaves(value) if isinstance(value, (Tensor, dict, list, tuple)) else ()
+HELD = frozenset("_parameters _buffers _modules".split())

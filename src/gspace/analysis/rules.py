@@ -195,6 +195,8 @@ def power(s: Follow, c: Call) -> Nodes:
     if isinstance(exponent, Tensor) or not isinstance(c["self"], Tensor):
         return nonlinear(s, c)
     p = Fraction(exponent).limit_denominator(64)
+    if p == 0:
+        return None
     return s.equations.sum(int(p) if p.denominator == 1 else p, s.ids(c["self"]), 1, ZERO)
 
 
