@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.assemble import assemble, unread
 from gspace.analysis.examples import batches, few_rows, guesses, redrawn, refusal
-from gspace.analysis.follow import Escapes, Follow, Pinned
+from gspace.analysis.follow import Calls, Follow, Pinned
 from gspace.analysis.forward import (
     Inputs,
     TraceError,
@@ -240,7 +240,7 @@ def _once(follow: Follow, model: nn.Module, example: Inputs, pinned: set[nn.Modu
     follow.given([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
     before = {id(t) for t in attributes(model)}
     try:
-        with _named(follow, model, pinned), Escapes(follow), follow:
+        with _named(follow, model, pinned), Calls(follow), follow:
             out = model(*args, **kwargs)
     except TraceError:
         raise

@@ -87,9 +87,10 @@ class Equations:
                 p = self.factors[int(self.factor[node])]
                 return {j: p * c for j, c in self.form(int(self.base[node])).items()}
             return {node: 1} if node else {}
-        if all(j == self._root(j) and j not in self.forms and not self.linked[j] for j in form):
+        if all(j == self._root(j) and not self.linked[j] for j in form):
             return form
-        form = self.forms[node] = self.combine((c, j) for j, c in form.items())
+        form = self.combine((c, j) for j, c in self.forms.pop(node).items())
+        self.define(node, form)
         return form
 
     def combine(self, terms: Iterable[tuple[Number, int]]) -> Form:
@@ -108,23 +109,22 @@ class Equations:
         pivot = max(form)
         c = form.pop(pivot)
         link = {j: -k if c == 1 else k if c == -1 else Fraction(-k) / c for j, k in form.items()}
-        if not link:
-            self.parent[pivot] = GROUND
-        elif len(link) == 1 and 1 in link.values():
-            (self.parent[pivot],) = link
-        else:
-            self.define(pivot, link)
+        self.define(pivot, link)
         return True
 
     def define(self, node: int, form: Form) -> None:
         """x_node is this form from now on; it was free, or is new."""
         form = {j: _exact(c) for j, c in form.items()}
-        self.linked[node] = True
-        if len(form) == 1:
+        if len(form) > 1:
+            self.forms[node] = form
+            self.linked[node] = True
+        elif form and 1 not in form.values():
             ((base, p),) = form.items()
             self.base[node], self.factor[node] = base, self._factor(p)
+            self.linked[node] = True
         else:
-            self.forms[node] = form
+            self.parent[node] = next(iter(form), GROUND)
+            self.linked[node] = False
 
     def _factor(self, p: Number) -> int:
         if p not in self.factors[1:]:
@@ -170,6 +170,29 @@ class Equations:
         """Adds x = 0; how many of these equations were new."""
         return self.tie(nodes.unique(), torch.zeros((), dtype=torch.long))
 
+    def cancel(self, a: Tensor, b: Tensor) -> int:
+        """Adds x_a + x_b = 0, element by element; how many of these equations were new."""
+        a, b = thin(*squash(self.find(a), self.find(b)))
+        a, b = pairs(a, b)[0]
+        new = 0
+        for one, other in ((a, b), (b, a)):  # all that one node cancels are equal
+            order = one.argsort(stable=True)
+            first = torch.cat([one.new_ones(1), one[order].diff()]).cumsum(0).unique(return_inverse=True)[1]
+            head = torch.zeros(len(order), dtype=torch.long).scatter_reduce(0, first, order, "amin", include_self=False)
+            kept = (one[order] > ANY) & (other[order] > ANY)
+            new += self.tie(other[order][kept], other[head[first]][kept])
+        a, b = pairs(self.find(a), self.find(b))[0]
+        real = (a != ANY) & (b != ANY) & (self._cancelled(1, a, 1, b) < 0)
+        young, old = torch.maximum(a, b)[real], torch.minimum(a, b)[real]
+        plain = (old > ANY) & (old != young) & ~self.linked[old] & ~self.linked[young]
+        plain &= torch.isin(young, old, invert=True) & (young.unique(return_inverse=True)[1].bincount()[
+            young.unique(return_inverse=True)[1]] == 1)  # fmt: skip
+        self.base[young[plain]], self.factor[young[plain]] = old[plain], self._factor(-1)
+        self.linked[young[plain]] = True
+        for i, j in zip(young[~plain].tolist(), old[~plain].tolist(), strict=True):
+            new += self.vanish(((1, i), (1, j)))
+        return new + int(plain.sum())
+
     def sum(self, p: Number, a: Tensor, q: Number, b: Tensor) -> Tensor:
         """Nodes with x = p·x_a + q·x_b, `ANY` where one of them is."""
         shape = torch.broadcast_shapes(a.shape, b.shape)
@@ -181,10 +204,21 @@ class Equations:
         if not bool(b.any()):
             return self._times(p, a).expand(shape)
         (left, right), which = pairs(a, b)
-        plain = (left > ANY) & (right > ANY) & (left != right) & ~self.linked[left] & ~self.linked[right]
-        made = zip(left.tolist(), right.tolist(), plain.tolist(), strict=True)
-        nodes = [self._derive({i: p, j: q}) if free else self._sum(p, i, q, j) for i, j, free in made]
-        return torch.tensor(nodes, dtype=torch.long)[which].expand(shape)
+        result = self._cancelled(p, left, q, right)
+        for k in (result < 0).nonzero()[:, 0].tolist():
+            result[k] = self._sum(p, int(left[k]), q, int(right[k]))
+        return result[which].expand(shape)
+
+    def _cancelled(self, p: Number, a: Tensor, q: Number, b: Tensor) -> Tensor:
+        """Ground where p·x_a + q·x_b is 0 because both are multiples of one node; −1 where that is not so."""
+        bases = [torch.where(self.factor[t] > 0, self.base[t], t) for t in (a, b)]
+        same = (self.find(bases[0]) == self.find(bases[1])) & (a > ANY) & (b > ANY)
+        f, g = (self.factor[t] * self.linked[t] for t in (a, b))
+        result = torch.full_like(a, -1)
+        for i, j in set(zip(f[same].tolist(), g[same].tolist(), strict=True)):
+            if p * self.factors[i] + q * self.factors[j] == 0:
+                result[same & (f == i) & (g == j)] = GROUND
+        return result
 
     def _times(self, p: Number, nodes: Tensor) -> Tensor:
         """Nodes with x = p·x, made when they are first asked for."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
@@ -210,8 +210,7 @@ class Follow(TorchDispatchMode):
         if math.prod(torch.broadcast_shapes(left.shape, right.shape)) > LARGEST:
             self.pin(torch.cat([left.unique(), right.unique()]), "too many different scales meet in one product")
             return torch.tensor(GROUND).expand(n, i, j)
-        total = self.equations.sum(1, left, 1, right)
-        return self.reduce(total, 2)[:, :, 0].expand(n, i, j)
+        return self.reduce(self.equations.sum(1, left, 1, right), 2)[:, :, 0].expand(n, i, j)
 
     # The run ----------------------------------------------------------------------------------------------------------
 
@@ -235,7 +234,17 @@ class Follow(TorchDispatchMode):
             listed = result if isinstance(result, list) else [result] * len(outs)
             for t, nodes in zip(outs, listed, strict=False):
                 self._assign(t, nodes)
-        self._taint(func, name, tensors, outs)
+        self._taint(torch.Tag.nondeterministic_seeded in func.tags, name, tensors, outs)
+        return out
+
+    def whole(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Follows a function as one operation, whatever it is made of."""
+        self.operation = name
+        nodes = self.rules[name](self, Call(name, func, {**dict(zip(ARGUMENTS[name], args, strict=False)), **kwargs}))
+        with _disable_current_modes():
+            out = func(*args, **kwargs)
+        self._assign(out, nodes[0] if isinstance(nodes, list) else nodes)
+        self._taint(False, name, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)], [out])
         return out
 
     def _assign(self, t: Tensor, nodes: Nodes) -> None:
@@ -248,14 +257,13 @@ class Follow(TorchDispatchMode):
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """torch's own way to write an operation without a rule by others, if there is one."""
-        decomposition = torch._decomp.decomposition_table.get(func)
+        decomposition = func.decompose if func._can_decompose() else torch._decomp.decomposition_table.get(func)
         if decomposition is None:
             return NotImplemented
         with self:
             return decomposition(*args, **kwargs)
 
-    def _taint(self, func: Any, name: str, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        random = torch.Tag.nondeterministic_seeded in func.tags
+    def _taint(self, random: bool, name: str, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         for table, drawn in ((self._data, False), (self._chance, random)):
             if drawn or any(key_of(t) in table for t in tensors):
                 table.update((key_of(t), StorageWeakRef(t.untyped_storage())) for t in outs)
@@ -268,23 +276,26 @@ class Follow(TorchDispatchMode):
                     del table[key]
 
 
+ARGUMENTS = {"scaled_dot_product_attention": "query key value attn_mask dropout_p is_causal scale enable_gqa".split()}
 CREATES = frozenset("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill".split())
 
 
-class Escapes(TorchFunctionMode):
-    """Values that leave torch are read by no operation that a dispatch mode sees."""
+class Calls(TorchFunctionMode):
+    """What a dispatch mode does not see as such: values that leave torch, and attention before it is fused or not."""
 
-    NAMES = frozenset("numpy tolist __array__ __dlpack__ data_ptr".split())
+    ESCAPES = frozenset("numpy tolist __array__ __dlpack__ data_ptr".split())
 
     def __init__(self, follow: Follow) -> None:
         super().__init__()
         self.follow = follow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in self.NAMES and args and isinstance(args[0], Tensor) and args[0] in self.follow.memory:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in self.ESCAPES and args and isinstance(args[0], Tensor) and args[0] in self.follow.memory:
             self.follow.pin(self.follow.content(args[0].detach()), "its values are read outside of torch", name)
-        return func(*args, **(kwargs or {}))
+        if name == "scaled_dot_product_attention":
+            return self.follow.whole(name, func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def _sizes(content: Tensor | Raw) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("_grouped_mm", rules.grouped_product),
     ("_trilinear", rules.trilinear),
     (
-        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+        "scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
         "_scaled_dot_product_fused_attention_overrideable",
         rules.attention,
@@ -85,7 +85,7 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     # what every scale changes
     (
         "sigmoid tanh gelu silu elu celu selu mish softplus hardsigmoid hardswish log_sigmoid_forward exp expm1 log "
-        "log1p log2 log10 sin cos erf erfinv _softmax _log_softmax logsumexp softshrink hardshrink floor ceil round "
+        "log1p log2 log10 sin cos erf erfinv softmax _softmax log_softmax _log_softmax logsumexp softshrink hardshrink floor ceil round "
         "trunc frac remainder fmod logcumsumexp native_alpha_dropout prod cumprod",
         rules.nonlinear,
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gspace.analysis.equations import ANY, GROUND, constant, squash
-from gspace.analysis.follow import Call, Follow, Nodes, Norm
+from gspace.analysis.follow import Call, Follow, Nodes, Norm, Pinned
 from gspace.analysis.memory import Raw, key_of
 
 EPSILON = 1e-2  # a number below it that is added to a scaled value is an ε: without it, the scale would be exact
@@ -374,15 +374,16 @@ def grouped_product(s: Follow, c: Call) -> Nodes:
 
 def attention(s: Follow, c: Call) -> list[Nodes]:
     """Q and K cancel in every product; the result has the scale of V. Grouped heads share K and V."""
-    q, k, v = (s.ids(c[name]).flatten(0, -3) for name in ("query", "key", "value"))
-    if len(k) != len(q):
-        k, v = (t.repeat_interleave(len(q) // len(k), 0) for t in (k, v))
-    for name in ("attn_mask", "attn_bias"):
-        if isinstance(c.get(name), Tensor):
-            s.pin(s.ids(c[name]), "inside of a softmax")
-    s.pin(s.contract(q, k.transpose(1, 2)), "inside of a softmax")
-    result = s.contract(ZERO.expand(len(q), q.shape[1], k.shape[1]), v)
-    return [result.reshape(*c["query"].shape[:-1], -1)] + [None] * 8
+    q, k, v = (s.ids(c[name]) for name in ("query", "key", "value"))
+    if k.dim() > 2 and k.shape[-3] != q.shape[-3]:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    mask = c.get("attn_mask", "attn_bias")
+    if isinstance(mask, Tensor):
+        s.pin(s.ids(mask), "inside of a softmax")
+    count = s.equations.cancel(s.reduce(q, -2), s.reduce(k, -2))
+    if count:
+        s.pins.append(Pinned(s.operation, s.where(), count, "queries and keys meet in a softmax: one scale for both"))
+    return [s.reduce(v, -2)] + [None] * 8
 
 
 # Norms ----------------------------------------------------------------------------------------------------------------
