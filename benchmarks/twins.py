@@ -103,7 +103,7 @@ LOOKS: Mapping[tuple[str, str], Mapping[str, Any]] = {
 }
 LABELS = {  # at the end of a curve: text, colour, points above it
     ("SGD", "network"): ("SGD, network", "#3b8ed0", 5),
-    ("G-SGD", "network"): ("G-SGD, network and\nrescaled copy", "#e07b2a", -6),
+    ("G-SGD", "network"): ("G-SGD, network\nand rescaled copy", "#e07b2a", -6),
     ("SGD", "rescaled copy"): ("SGD, rescaled copy", "#3b8ed0", 0),
 }
 
@@ -113,6 +113,7 @@ def figure(record: Mapping[str, Any]) -> Figure:
     inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
     with matplotlib.rc_context({**STYLE, **dict.fromkeys(inks, INK), "font.size": 10, "grid.alpha": 0.2}):
         made = Figure(figsize=(7.6, 3.8), layout="constrained", facecolor="none")
+        made.get_layout_engine().set(w_pad=0.1)  # room at the right for fonts that are wider than ours
         axes = made.add_subplot(facecolor="none")
         for key, loss in curves(record).items():
             axes.plot(at(record), loss, **LOOKS[key])

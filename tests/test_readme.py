@@ -1,4 +1,4 @@
-"""The Python of the README runs as it stands: block after block, in one namespace, none left out."""
+"""README and pages: their Python runs as it stands, block after block, none left out; links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
+import gspace
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+RUN = (README, ROOT / "docs" / "usage.md")
+PAGES = (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 
 
@@ -22,12 +28,13 @@ def run(text: str, name: str) -> dict[str, Any]:
     return namespace
 
 
-def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.name)
+def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = README.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
     assert blocks(text)[0].lstrip().startswith("import gspace")
     assert len(blocks(text)) == text.count("```python")
-    assert "gspace" in run(text, str(README))
+    assert "gspace" in run(text, str(path))
 
 
 def test_a_block_that_raises_is_found_in_its_line() -> None:
@@ -35,3 +42,32 @@ def test_a_block_that_raises_is_found_in_its_line() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         run(text, "README.md")
     assert caught.traceback[-1].lineno + 1 == 11
+
+
+def test_the_readme_is_short() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub and mkdocs write them."""
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_to_files_that_are_there(path: Path) -> None:
+    for link in LINK.findall(path.read_text(encoding="utf-8")):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_every_public_name_is_in_the_usage() -> None:
+    text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
+    results = {"Analysis", "Edges", "Equivalence", "PathError", "Pin", "Skeleton", "TraceError", "UnitGroup"}
+    assert {name for name in gspace.__all__ if f"`{name}`" not in text} == results | {"paths"}
