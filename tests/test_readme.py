@@ -67,6 +67,15 @@ def test_links_lead_to_files_that_are_there(path: Path) -> None:
         assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
+def test_the_paper_is_cited_alike() -> None:
+    """The citation file and the README name the same authors in the same order."""
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    names = re.findall(r"given-names: (.*)\n +family-names: (.*)", citation)
+    bibtex = " ".join(README.read_text(encoding="utf-8").split("author    = {")[1].split("}")[0].split())
+    assert len(names) == 8
+    assert " and ".join(f"{given} {family}" for given, family in names) == bibtex
+
+
 def test_every_public_name_is_in_the_usage() -> None:
     text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
     results = {"Analysis", "Edges", "Equivalence", "PathError", "Pin", "Skeleton", "TraceError", "UnitGroup"}
