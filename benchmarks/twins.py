@@ -1,6 +1,6 @@
 """A network and its rescaled copy, trained by SGD and by G-SGD: the figure of the README.
 
-    gspace bench twins --out results/twins.json       # trains four networks per seed on a CPU, a minute in all
+    gspace bench twins --out results/twins.json       # trains four networks per seed on a CPU, half a minute in all
     gspace bench twins --figure docs/twins.svg        # draws seed 0 of that record, trains nothing
 
 Both copies compute the same function and see the same batches, in float64. The record keeps the training loss on all
@@ -84,7 +84,7 @@ def curves(record: Mapping[str, Any], seed: int = 0) -> dict[tuple[str, str], Se
 
 
 def apart(record: Mapping[str, Any], optimizer: str) -> list[float]:
-    """Per seed, the largest relative difference between the losses of the two copies."""
+    """Per seed, the largest gap between the losses of the two copies, relative to that of the network."""
     found = []
     for seed in sorted({row["seed"] for row in record["rows"]}):
         one, other = (curves(record, seed)[optimizer, which] for which in COPIES)

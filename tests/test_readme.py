@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import gspace
+from gspace.lab.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -76,7 +77,15 @@ def test_the_paper_is_cited_alike() -> None:
     assert " and ".join(f"{given} {family}" for given, family in names) == bibtex
 
 
-def test_every_public_name_is_in_the_usage() -> None:
-    text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
+def test_every_public_name_is_called_on_some_page() -> None:
+    """All but the types of what calls return."""
+    code = "\n".join(block for path in RUN for block in blocks(path.read_text(encoding="utf-8")))
     results = {"Analysis", "Edges", "Equivalence", "PathError", "Pin", "Skeleton", "TraceError", "UnitGroup"}
-    assert {name for name in gspace.__all__ if f"`{name}`" not in text} == results | {"paths"}
+    assert {name for name in gspace.__all__ if not re.search(rf"gspace\.{name}\b", code)} == results
+
+
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.name)
+def test_the_commands_of_a_page_exist(path: Path) -> None:
+    named = set(re.findall(r"(?:^|`)gspace ([a-z]+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    assert named
+    assert named <= COMMANDS.keys()

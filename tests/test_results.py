@@ -178,9 +178,16 @@ def test_twins_trained_again_begin_as_recorded(monkeypatch: pytest.MonkeyPatch) 
 def test_the_readme_says_of_twins_what_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     twins, record = benchmark("twins", monkeypatch), twins_record()
     sgd, gsgd = (twins.apart(record, name) for name in twins.OPTIMIZERS)
-    said = f"n = {len(sgd)} seeds the losses of the two copies part by {100 * min(sgd):.0f} to {100 * max(sgd):.0f} %"
+    apart = f"is {100 * min(sgd):.0f} to {100 * max(sgd):.0f} % with SGD and {max(gsgd):.0e} with G-SGD"
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"{said} with SGD, and by at most {max(gsgd):.0e} with G-SGD" in text
+    assert f"With n = {len(sgd)} seeds the largest gap between the losses of the two copies {apart}" in text
+
+
+def test_means_in_the_readme_are_those_of_the_report(report: str) -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split("## Results")[1].split("##")[0].split())
+    said = re.findall(r"\d+\.\d+ ± \d+\.\d+", text)
+    assert len(said) == 4
+    assert [number for number in said if number not in report] == []
 
 
 def test_the_costs_of_the_readme_are_measured() -> None:
