@@ -113,7 +113,7 @@ def figure(record: Mapping[str, Any]) -> Figure:
     inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
     with matplotlib.rc_context({**STYLE, **dict.fromkeys(inks, INK), "font.size": 10, "grid.alpha": 0.2}):
         made = Figure(figsize=(7.6, 3.8), layout="constrained", facecolor="none")
-        made.get_layout_engine().set(w_pad=0.1)  # room at the right for fonts that are wider than ours
+        made.get_layout_engine().set(w_pad=0.1, h_pad=0.08)  # room at the right for fonts that are wider than ours
         axes = made.add_subplot(facecolor="none")
         for key, loss in curves(record).items():
             axes.plot(at(record), loss, **LOOKS[key])
