@@ -465,6 +465,7 @@ print(len(reached))
 """
 
 
+@pytest.mark.slow
 def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
     recipe = Recipe(iterations=12_000, batch_size=32, hidden=(16,), eval_every=100, momentum=0.9, lr=0.01, test_size=50)
     command = [sys.executable, "-c", KILLED, str(tmp_path / "a"), json.dumps(recipe.to_dict())]
@@ -505,7 +506,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_a_signal_stops_the_run_with_a_checkpoint_and_its_exit_code(tmp_path: Path, signum: int) -> None:
     process = start(tmp_path, [LONG])
     folder = tmp_path / "runs" / LONG.folder
@@ -562,8 +565,7 @@ def test_a_signal_that_is_no_time_limit_keeps_its_name(tmp_path: Path) -> None:
         train(SMALL, tmp_path, stop=lambda: signal.SIGALRM)
 
 
-@pytest.mark.parametrize("held", [0, 1, 2])
-@pytest.mark.parametrize("base", [SMALL, CNN], ids=["stacked", "single"])
+@pytest.mark.parametrize(("base", "held"), [(SMALL, 0), (CNN, 1), (SMALL, 2)], ids=["stacked", "single", "last"])
 def test_what_others_hold_is_left_and_the_rest_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], base: Recipe, held: int
 ) -> None:
@@ -603,11 +605,13 @@ def test_the_exit_code_of_a_list(tally: queue.Tally, shared: bool, code: int) ->
 
 
 def test_two_processes_share_a_queue(tmp_path: Path) -> None:
-    quick = CNN.but(iterations=150, eval_every=150)
-    recipes = [quick.but(seed=seed) for seed in range(4)] + [SMALL.but(seed=seed) for seed in range(3)]
-    workers = [start(tmp_path, recipes) for _ in range(2)]
-    outputs = [worker.communicate(timeout=240) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    quick = CNN.but(iterations=60, eval_every=60)
+    recipes = [quick.but(seed=seed) for seed in range(3)] + [SMALL.but(seed=seed) for seed in range(3)]
+    other = start(tmp_path, recipes)
+    wait_for(lambda: (tmp_path / "runs" / recipes[0].folder).exists())
+    assert cli.main(arguments(tmp_path, recipes)) == 0
+    output = other.communicate(timeout=240)
+    assert other.returncode == 0, output
     for recipe in recipes:
         record = read_run(tmp_path / "runs" / recipe.folder)
         assert record.summary is not None

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -211,7 +211,6 @@ class Drawn(nn.Module):
 LAYER = st.tuples(st.sampled_from(["plain", "residual", "concat"]), st.integers(1, 3))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.lists(LAYER, max_size=3), st.booleans(), st.sampled_from(["pin", "tie"])
 )
