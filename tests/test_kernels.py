@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import gspace
 import zoo
-from cases import CASES, Case
+from cases import CASES, Case, slow_above
 from gspace import fast
 from gspace.fast import native
 from gspace.fast.tables import Tile, as_matrix
+from turns import turns
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Tile(rows=4, width=16, loops=2, warps=4)
@@ -133,6 +134,7 @@ def build(
 
 WITH_UNITS = [case for case in CASES if case.H_paper and not case.example]
 by_name = pytest.mark.parametrize("case", WITH_UNITS, ids=lambda case: case.name)
+by_size = pytest.mark.parametrize("case", slow_above(12_000, WITH_UNITS))
 
 
 def check_architecture(case: Case, way: str, name: str, layout: torch.memory_format) -> None:
@@ -141,7 +143,7 @@ def check_architecture(case: Case, way: str, name: str, layout: torch.memory_for
     assert_equal(definition, optimizer)
 
 
-@by_name
+@by_size
 def test_every_architecture(case: Case) -> None:
     """Options and layouts take turns."""
     turn = WITH_UNITS.index(case)
@@ -218,14 +220,11 @@ def test_triton(network: str, options: str) -> None:
     assert_equal(definition, optimizer)
 
 
-ON_CPU = [
-    (network, options, way)
-    for network, options, way in itertools.product(NETWORKS, OPTIONS, WAYS)
-    if way != "triton" and not (way == "foreach" and options in ONLY_TABLES)
-]
+def on_cpu(network: str, options: str, way: str) -> bool:
+    return way != "triton" and not (way == "foreach" and options in ONLY_TABLES)
 
 
-@pytest.mark.parametrize(("network", "options", "way"), ON_CPU)
+@turns("network, options, way", NETWORKS, OPTIONS, WAYS, allowed=on_cpu)
 def test_on_a_cpu(network: str, options: str, way: str) -> None:
     make, shape = NETWORKS[network]
     torch.manual_seed(0)

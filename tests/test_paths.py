@@ -16,6 +16,7 @@ from dense import BY_NAME, SMALL, Explicit, OnPaths, Small, explicit, scaled, sg
 from gspace import paths as P
 from gspace import statements as S
 from gspace.skeleton import build_skeleton, path_products, skeleton_values
+from turns import turns
 
 STEP = {"rtol": 1e-10, "atol": 1e-13}
 networks = pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -287,11 +288,9 @@ OPTIMIZERS = {
 }
 
 
-@networks
-@pytest.mark.parametrize("options", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-@pytest.mark.parametrize("reference", ["one", "given"])
-def test_dense_and_autograd_steps_agree(case: Small, options: dict[str, object], reference: str) -> None:
-    net = explicit(case)
+@turns("case, rule, reference", SMALL, OPTIMIZERS, ["one", "given"])
+def test_dense_and_autograd_steps_agree(case: Small, rule: str, reference: str) -> None:
+    net, options = explicit(case), OPTIMIZERS[rule]
     k = references(net)[reference]
     dense = by_autograd = net.weights
     updates = [OnPaths(net.basis, lr=1e-3, **options) for _ in range(2)]
