@@ -14,6 +14,7 @@ TESTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+MORE := $(VENV)/.integrations
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
 .DEFAULT_GOAL := test
@@ -27,7 +28,7 @@ test-all: test
 
 # What `make test` leaves out: tests marked slow, and random networks by the hundred. The plugin of hypothesis marks its
 # tests by its name.
-test-rest: $(READY)
+test-rest: $(MORE)
 	$(BIN)/python -m pytest -n $(JOBS) -m 'slow or hypothesis' --hypothesis-profile=many
 
 demo: $(READY)
@@ -52,4 +53,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools torch
 	$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(MORE): $(READY)
+	$(PIP) --no-build-isolation --editable '.[dev,integrations]'
 	@touch $@

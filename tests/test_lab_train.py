@@ -1,5 +1,6 @@
 """The training loop: against a loop written out, resumed bit for bit, killed, stacked, shared, captured."""
 
+import importlib
 import json
 import math
 import os
@@ -247,7 +248,7 @@ def test_progress_reports_every_point_of_the_curve(tmp_path: Path) -> None:
 
 
 def assert_tensorboard_has_the_curve(folder: Path) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(folder / "tensorboard"), size_guidance={reader.SCALARS: 0})
     events.Reload()
     lines = read_run(folder).metrics
@@ -260,8 +261,8 @@ def assert_tensorboard_has_the_curve(folder: Path) -> None:
         assert [point.value for point in points] == pytest.approx([line[name] for line in lines], rel=1e-7)
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_the_curve(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     recipes = [SMALL.but(seed=seed) for seed in range(2)]
     train(recipes[0], tmp_path / "alone", engine=Engine(tensorboard=True))
     train_many(recipes, tmp_path / "stack", engine=Engine(tensorboard=True))
@@ -269,9 +270,8 @@ def test_tensorboard_shows_the_curve(tmp_path: Path) -> None:
         assert_tensorboard_has_the_curve(tmp_path / out / recipe.folder)
 
 
+@pytest.mark.slow
 def test_a_continued_run_has_no_point_twice_in_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
-
     def fail(progress: Progress) -> None:
         if progress.iteration > 14:
             raise KeyboardInterrupt
