@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The model and what of it is pinned."""
-    parser.add_argument("spec", metavar="SPEC", help=FORM)
+    parser.add_argument("spec", metavar="SPEC", help=f"{FORM}; it is imported and executed")
     parser.add_argument(
         "--input-shape",
         metavar="N,C,H,W",
