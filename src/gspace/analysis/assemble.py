@@ -132,9 +132,7 @@ def _parts(follow: Follow, names: Mapping[str, Tensor], equations: Equations, af
     return [part for _, part in sorted(found, key=lambda pair: pair[0])]
 
 
-def _number(
-    equations: Equations, parts: Sequence[Part], absorbed: Sequence[Tensor], others: Sequence[Tensor]
-) -> Units:
+def _number(equations: Equations, parts: Sequence[Part], absorbed: Sequence[Tensor], others: Sequence[Tensor]) -> Units:
     """Numbers the free nodes that parameters touch, oldest first; those that an ε absorbs come last."""
     touched = [t.reshape(-1) for part in parts for t in part.layout[:2]] + [t.reshape(-1) for t in others]
     none = torch.zeros(0, dtype=torch.long)

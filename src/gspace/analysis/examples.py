@@ -60,7 +60,9 @@ def guesses(model: nn.Module) -> Iterator[Inputs]:
 
     offered = getattr(model, "dummy_inputs", None)
     if isinstance(offered, Mapping) and offered:
-        yield tree_map_only(Tensor, lambda t: t.to(like.device, like.dtype if t.is_floating_point() else t.dtype), dict(offered))
+        yield tree_map_only(
+            Tensor, lambda t: t.to(like.device, like.dtype if t.is_floating_point() else t.dtype), dict(offered)
+        )
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, Mapping) and "input_size" in config:
         yield normal(ROWS, *config["input_size"])

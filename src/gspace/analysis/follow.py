@@ -326,4 +326,3 @@ def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
 def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     names, defaults = _signature(func)
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-

@@ -77,7 +77,11 @@ class Weights:
             return torch.tensor(ANY).expand(tuple(shape))
         tail = torch.where(literal, GROUND, tail) if bool(literal.any()) else tail
         for use in self.uses.get(self.region(raw), ()):
-            if (use.place, use.shift) == (place, shift) and self._same(use.tail, tail) and use.head.shape == tuple(shape):
+            if (
+                (use.place, use.shift) == (place, shift)
+                and self._same(use.tail, tail)
+                and use.head.shape == tuple(shape)
+            ):
                 return use.head
         head = self.equations.fresh(*shape)
         self.use(Use(place, head, tail, shift, normalizes))
