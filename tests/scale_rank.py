@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+POINTS = 24  # at least: a unit may be dead at several of them
 OFFSET = "offset"  # a gain written offset + w is scaled as a whole
 
 
@@ -22,18 +23,8 @@ def factors(model: nn.Module) -> Tensor:
 def rows(model: nn.Module, output: Tensor) -> Tensor:
     """J(w)·diag(w) of one batch, `(outputs, m)`, of length 1."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    gradients = []
-    for value in output:
-        found = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-        gradients.append(
-            torch.cat(
-                [
-                    torch.zeros_like(p).flatten() if g is None else g.flatten()
-                    for p, g in zip(parameters, found, strict=True)
-                ]
-            )
-        )
-    J = torch.stack(gradients) * factors(model)
+    gradients = [torch.autograd.grad(y, parameters, retain_graph=True, materialize_grads=True) for y in output]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in gradients]) * factors(model)
     return J / J.norm()
 
 
@@ -45,7 +36,7 @@ def scale_symmetries(draw: Callable[[int], tuple[nn.Module, Tensor]], most: int 
         most: Refuses models with more weights.
     """
     blocks: list[Tensor] = []
-    while not blocks or sum(len(block) for block in blocks) < 4 * blocks[0].shape[1]:
+    while len(blocks) < POINTS or sum(len(block) for block in blocks) < 3 * blocks[0].shape[1]:
         model, output = draw(len(blocks))
         blocks.append(rows(model, output[torch.randperm(len(output))[:48]]))
         if (m := blocks[0].shape[1]) > most:
