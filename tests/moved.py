@@ -51,8 +51,14 @@ def change(before: list[Tensor], after: list[Tensor]) -> float:
 def moved(
     model: nn.Module, batch: Batch, analysis: gspace.Analysis, absorbed: bool = False, seed: int = 2
 ) -> dict[str, float]:
-    """Relative change of the outputs in training and evaluation mode under one draw of e^N(0, 1); changes the model."""
+    """Relative change of the outputs in training and evaluation mode under one draw of e^N(0, 1).
+
+    Changes the model. Infinite if there are units and yet no weight has moved: that would be no rescaling.
+    """
     before = {mode: run(model, batch, mode == "train") for mode in ("train", "eval")}
+    weights = [parameter.clone() for parameter in model.parameters()]
     scales = gspace.random_scales(model, torch.Generator().manual_seed(seed), absorbed=absorbed, analysis=analysis)
     gspace.rescale_(model, scales, analysis=analysis)
+    if analysis.H and all(map(torch.equal, weights, model.parameters())):
+        return dict.fromkeys(before, float("inf"))
     return {mode: change(before[mode], run(model, batch, mode == "train")) for mode in before}

@@ -11,6 +11,7 @@ from invariance import randomize_
 from layers import Experts, LanguageModel
 from modules import MODULES, Module
 from moved import call, moved, tensors
+from parts import Net
 from scale_rank import scale_symmetries
 
 BATCH = 6
@@ -77,9 +78,36 @@ def test_no_scale_is_missing(case: Module) -> None:
         assert scale_symmetries(partial(outputs, 1e-30)) == case.H + case.H_absorbed + case.free
 
 
+def by_name(name: str) -> Module:
+    return next(case for case in MODULES if case.name == name)
+
+
+def test_units_name_what_writes_and_reads_them() -> None:
+    found = analyze(by_name("attention-fused"))
+    assert sum(group.count for group in found.units) == 8
+    assert (4, ("v.weight",), ("o.weight",)) in {(group.count, group.written, group.read) for group in found.units}
+
+
+def test_what_both_modes_pin_is_counted_once() -> None:
+    pins = [pin for pin in analyze(by_name("tanh")).pinned if pin.operation == "tanh"]
+    assert sum(pin.count for pin in pins) == 5
+    assert all(pin.where and pin.reason for pin in pins)
+
+
+def test_modes_can_be_restricted() -> None:
+    """A network that is a tanh in training and a ReLU otherwise has 5 units in evaluation mode alone."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        return net.b(torch.tanh(net.a(x)) if net.training else torch.relu(net.a(x)))
+
+    model = Net(forward, a=nn.Linear(4, 5), b=nn.Linear(5, 3))
+    modes = {("train", "eval"): 0, ("train",): 0, ("eval",): 5}
+    assert {chosen: gspace.analyze(model, torch.randn(2, 4), modes=chosen).H for chosen in modes} == modes
+
+
 def test_pinning_sums_leaves_rotary_embeddings_alone() -> None:
     """q·cos + rotate(q)·sin adds a value to a permutation of itself, which is no residual sum."""
-    case = next(case for case in MODULES if case.name == "attention-rotary")
+    case = by_name("attention-rotary")
     assert gspace.analyze(build(case), draw(case, 0), residual="pin").H == case.H
 
 
