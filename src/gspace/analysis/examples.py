@@ -1,5 +1,6 @@
 """An example batch for a model: what the user gives, what the model itself offers, or a guess from its first layer."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gspace.analysis.forward import Inputs, TraceError
 
-ROWS, SIDES, TOKENS = 2, (32, 64, 29, 96, 224), (16, 7)  # of guessed inputs: BatchNorm needs two rows
+ROWS = 2  # of a guessed batch: BatchNorm needs more than one
+SIDES = (32, 28, 64, 16, 8, 29, 96, 224, 48, 5, 4, 299)
+TOKENS = (16, 7)
 
 
 def batches(example_input: Any) -> list[Inputs]:
@@ -54,37 +57,40 @@ def guesses(model: nn.Module) -> Iterator[Inputs]:
     """Inputs that a model may accept, likely ones first."""
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
+    required = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+    def fitted(t: Tensor) -> Tensor:
+        return t.to(like.device, like.dtype if t.is_floating_point() else t.dtype)
 
     offered = getattr(model, "dummy_inputs", None)
     if isinstance(offered, Mapping) and offered:
-        yield tree_map_only(
-            Tensor, lambda t: t.to(like.device, like.dtype if t.is_floating_point() else t.dtype), dict(offered)
-        )
+        yield tree_map_only(Tensor, fitted, dict(offered))
+    for shape, below in _shapes(model):
+        draws = [
+            torch.randint(below, shape, generator=generator) if below else torch.randn(shape, generator=generator)
+            for _ in range(max(count, 1))
+        ]
+        yield tuple(map(fitted, draws))
+
+
+def _shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Sizes of an input, by the first layer that has parameters; and below which number its integers lie, or 0."""
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, Mapping) and "input_size" in config:
-        yield normal(ROWS, *config["input_size"])
+        yield (ROWS, *config["input_size"]), 0
     layer: Any = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
     if isinstance(layer, nn.Embedding):
-        for n in TOKENS:
-            yield torch.randint(layer.num_embeddings, (ROWS, n), generator=generator).to(like.device)
-    channels = getattr(layer, "in_channels", None)
-    rank = next((d for d in (1, 2, 3) if type(layer).__name__.endswith(f"{d}d")), None)
-    if isinstance(channels, int) and rank is not None:
-        for side in SIDES:
-            yield normal(ROWS, channels, *[side] * rank)
-    if isinstance(layer, nn.Linear):
-        yield normal(ROWS, layer.in_features)
-        yield normal(ROWS, 7, layer.in_features)
-    width = next((p.shape[-1] for p in layer.parameters(recurse=False) if p.dim()), 1) if layer is not None else 1
-    if layer is not None and not isinstance(layer, (nn.Linear, nn.Embedding)) and rank is None:
-        yield normal(ROWS, width)
-        yield normal(ROWS, 7, width)
-        for p in layer.parameters(recurse=False):
-            if p.dim() > 1:
-                yield normal(ROWS, p.shape[0])
+        yield from (((ROWS, n), layer.num_embeddings) for n in TOKENS)
+        return
+    rank = next((d for d in (1, 2, 3) if type(layer).__name__.endswith(f"{d}d")), 0)
+    channels = getattr(layer, "in_channels", getattr(layer, "num_features", None))
+    if rank and isinstance(channels, int):
+        yield from (((ROWS, channels, *[side] * rank), 0) for side in SIDES)
+    widths = [n for p in layer.parameters(recurse=False) for n in reversed(p.shape)] if layer is not None else []
+    for width in dict.fromkeys([getattr(layer, "in_features", 1), *widths]):
+        yield (ROWS, width), 0
+        yield (ROWS, TOKENS[-1], width), 0
 
 
 def refusal(tried: list[tuple[Inputs, Exception]]) -> TraceError:

@@ -7,6 +7,7 @@ ground, with its name, the module and the reason.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,14 +26,15 @@ Nodes = Tensor | Raw | None
 Rule = Callable[["Follow", "Call"], "Nodes | list[Nodes]"]
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """One call of an operation, its arguments by name, defaults filled in."""
 
     name: str
     function: Callable[..., Any]
     args: dict[str, Any]
 
-    def __getitem__(self, name: Any) -> Any:
+    def __getitem__(self, name: str) -> Any:
         return self.args[name]
 
     def get(self, *names: str) -> Any:
@@ -44,7 +46,8 @@ class Call(NamedTuple):
         return self.function(**{**self.args, **changed})
 
 
-class Pinned(NamedTuple):
+@dataclass(frozen=True)
+class Pinned:
     """Equations x = 0 that an operation added."""
 
     operation: str
@@ -198,7 +201,7 @@ class Follow(TorchDispatchMode):
 
     def contract(self, a: Tensor | Raw, b: Tensor | Raw) -> Tensor:
         """(n, i, k) · (n, k, j) → (n, i, j): x_a + x_b is the same for all k, and the scale of the result."""
-        (n, i, k), j = _sizes(a), _sizes(b)[2]
+        (n, i, _), j = _sizes(a), _sizes(b)[2]
         if isinstance(b, Raw) and isinstance(a, Tensor):
             tail = self.reduce(a, [1] if b.strides[0] or n == 1 else [0, 1])
             return self.weights.edges(b, tail.transpose(1, 2), (len(tail), 1, j)).expand(n, i, j)

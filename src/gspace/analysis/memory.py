@@ -6,6 +6,7 @@ parameter, and of a copy of one, is `Raw`: a place in the parameter, for which n
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ class Memory:
         split, steps, start = parts
         content = shadow.content
         if isinstance(content, Tensor):
-            start += content.storage_offset()
+            start += int(content.storage_offset())
             return content.as_strided([n for ns in split for n in ns], [s for ss in steps for s in ss], start).reshape(
                 sizes
             )
@@ -185,7 +186,7 @@ def _walk(n: int, stride: int, dims: Sequence[tuple[int, int, int]], room: list[
 
 def _merge(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
     """The stride of several dimensions walked as one; None: there is none."""
-    for (outer, inner), n in zip(zip(strides, strides[1:], strict=False), sizes[1:], strict=False):
+    for (outer, inner), n in zip(pairwise(strides), sizes[1:], strict=True):
         if outer != inner * n:
             return None
     return strides[-1]

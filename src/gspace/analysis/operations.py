@@ -85,7 +85,8 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     # what every scale changes
     (
         "sigmoid tanh gelu silu elu celu selu mish softplus hardsigmoid hardswish log_sigmoid_forward exp expm1 log "
-        "log1p log2 log10 sin cos erf erfinv softmax _softmax log_softmax _log_softmax logsumexp softshrink hardshrink floor ceil round "
+        "log1p log2 log10 sin cos erf erfinv softmax _softmax log_softmax _log_softmax logsumexp softshrink hardshrink "
+        "floor ceil round "
         "trunc frac remainder fmod logcumsumexp native_alpha_dropout prod cumprod",
         rules.nonlinear,
     ),

@@ -96,7 +96,7 @@ def joined(s: Follow, c: Call) -> Nodes:
             nodes = [t.narrow(d, 0, 1) for t in nodes]
     result = (torch.stack if c.name == "stack" else torch.cat)(nodes, dim)
     at = dim % (rank + (c.name == "stack"))
-    full = shapes[0][:at] + [result.shape[at]] + shapes[0][at + (c.name != "stack") :]
+    full = [*shapes[0][:at], result.shape[at], *shapes[0][at + (c.name != "stack") :]]
     return result.expand(full)
 
 
@@ -119,7 +119,8 @@ def chosen(s: Follow, c: Call) -> Nodes:
     raw = s.raw(source)
     rank = source.dim()
     if c.name == "index":
-        dims, d = [], 0
+        dims: list[int] = []
+        d = 0
         for w in where:
             width = w.dim() if isinstance(w, Tensor) and w.dtype in (torch.bool, torch.uint8) else 1
             dims += range(d, d + width) if w is not None else ()
@@ -194,7 +195,7 @@ def power(s: Follow, c: Call) -> Nodes:
     exponent = POWERS.get(c.name) or c["exponent"]
     if isinstance(exponent, Tensor) or not isinstance(c["self"], Tensor):
         return nonlinear(s, c)
-    p = Fraction(exponent).limit_denominator(64)
+    p = Fraction(float(exponent)).limit_denominator(64)
     if p == 0:
         return None
     return s.equations.sum(int(p) if p.denominator == 1 else p, s.ids(c["self"]), 1, ZERO)

@@ -1,9 +1,9 @@
 """Parameters as edges: each use of one says that its elements scale with x[head] − x[tail].
 
-A use is kept as vectors, O(in + out) for a matrix: where it lies in the parameter's storage, and nodes `head` and `tail`
-that broadcast to its sizes. Where two uses overlap, both are true. On the grid of strides that they share, h₁ − t₁ −
-h₂ + t₂ is a sum of functions of separate dimensions and vanishes everywhere: each of them is constant, and the
-constants add up to 0.
+A use is kept as vectors, O(in + out) for a matrix: where it lies in the parameter's storage, and nodes `head` and
+`tail` that broadcast to its sizes. Where two uses overlap, both are true. On the grid of strides that they share,
+h₁ − t₁ − h₂ + t₂ is a sum of functions of separate dimensions and vanishes everywhere: each of them is constant, and
+the constants add up to 0.
 """
 
 from collections.abc import Sequence
@@ -62,9 +62,9 @@ class Weights:
         """A node for each element of `raw`, with its log-scale."""
         place = _without_repeats(raw)
         for use in self.uses.get(self.region(raw), ()):
-            if use.place == place and not use.shift and use.tail.stride() != ():
-                if use.head.numel() * use.tail.numel() <= LARGEST or not bool(use.tail.any()):
-                    return self.equations.sum(1, use.head, -1, use.tail).expand(raw.sizes)
+            small = use.head.numel() * use.tail.numel() <= LARGEST or not bool(use.tail.any())
+            if use.place == place and not use.shift and small:
+                return self.equations.sum(1, use.head, -1, use.tail).expand(raw.sizes)
         return self.edges(raw, torch.zeros((), dtype=torch.long), place.sizes).expand(raw.sizes)
 
     def edges(
@@ -77,11 +77,7 @@ class Weights:
             return torch.tensor(ANY).expand(tuple(shape))
         tail = torch.where(literal, GROUND, tail) if bool(literal.any()) else tail
         for use in self.uses.get(self.region(raw), ()):
-            if (
-                (use.place, use.shift) == (place, shift)
-                and self._same(use.tail, tail)
-                and use.head.shape == tuple(shape)
-            ):
+            if (use.place, use.shift, use.head.shape) == (place, shift, tuple(shape)) and self._same(use.tail, tail):
                 return use.head
         head = self.equations.fresh(*shape)
         self.use(Use(place, head, tail, shift, normalizes))
@@ -112,21 +108,21 @@ class Weights:
 
     def _reconcile(self, a: Use, b: Use, begin: int) -> None:
         strides = sorted({s for u in (a, b) for n, s in zip(u.place.sizes, u.place.strides, strict=True) if n > 1})
-        grids = [on_grid(u, strides[::-1], begin) for u in (a, b)]
-        if grids[0] is None or grids[1] is None:
+        first, second = (on_grid(u, strides[::-1], begin) for u in (a, b))
+        if first is None or second is None:
             if _apart(a.place, b.place):
                 return
             both = torch.cat([t.reshape(-1) for u in (a, b) for t in (u.head, u.tail)])
             self.clashes.append(both.unique())
             self.equations.ground(both)
             return
-        (starts_a, sizes_a, terms_a), (starts_b, sizes_b, terms_b) = grids
+        (starts_a, sizes_a, terms_a), (starts_b, sizes_b, terms_b) = first, second
         for d, (i, j, n, m) in enumerate(zip(starts_a, starts_b, sizes_a, sizes_b, strict=True)):
-            first, last = max(i, j), min(i + n, j + m)
-            if first >= last:
+            start, end = max(i, j), min(i + n, j + m)
+            if start >= end:
                 return
-            terms_a = [t.narrow(d, first - i, last - first) for t in terms_a]
-            terms_b = [t.narrow(d, first - j, last - first) for t in terms_b]
+            terms_a = [t.narrow(d, start - i, end - start) for t in terms_a]
+            terms_b = [t.narrow(d, start - j, end - start) for t in terms_b]
         self.repeats.append(((terms_a[0], terms_a[1]), (terms_b[0], terms_b[1])))
         if a.shift != b.shift:
             self.clashes.append(torch.cat([t.reshape(-1) for t in (*terms_a, *terms_b)]).unique())
