@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from gspace.analysis import Analysis, Residual
-from gspace.analysis import Inputs
+from gspace.analysis import Analysis, Inputs, Residual
 from gspace.skeleton import ONLY_ZEROS, Skeleton
 
 

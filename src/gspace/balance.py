@@ -102,7 +102,7 @@ def balanced_log_scales(
         product = partial(hessian, stacks, energy, total, free)
         condition = two_level(total, layer, layer_links(stacks, energy, layer))
         # Newton's own next error is of the order error²: digits beyond it, or beyond six a step, would be wasted.
-        step = _conjugate_gradients(product, -gradient, condition, min(max(error, 1e-6), 0.1))
+        step = conjugate_gradients(product, -gradient, condition, min(max(error, 1e-6), 0.1))
         # F is a sum of exponentials: a step of at most 1 in log scale keeps Newton's quadratic model honest.
         step = step / step.abs().max().clamp(min=1)
         slope, value, t = float(gradient @ step), _half_sum(energy), 1.0
@@ -218,7 +218,7 @@ def two_level(total: Tensor, layer: Tensor, links: Tensor) -> Callable[[Tensor],
     return lambda r: r / (2 * total) + (inverse @ _gather(len(links), [layer], [r]))[layer]
 
 
-def _conjugate_gradients(
+def conjugate_gradients(
     operator: Callable[[Tensor], Tensor],
     b: Tensor,
     condition: Callable[[Tensor], Tensor],

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from gspace import saved
 from gspace import step as algorithm
-from gspace.analysis import Analysis, Residual
+from gspace.analysis import Analysis, Inputs, Residual, analyzed
 from gspace.arguments import (
     analyze_options,
     guards,
@@ -30,8 +30,6 @@ from gspace.arguments import (
     warn_of_other_weights,
     warn_of_zeros,
 )
-from gspace.analysis import analyzed
-from gspace.analysis import Inputs
 from gspace.hooks import hooked, loss_of
 from gspace.reference import Reference, are_others, choose_skeleton, measure_reference, products
 from gspace.skeleton import Skeleton

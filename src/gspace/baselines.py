@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gspace import saved
-from gspace.analysis import Analysis, Residual
+from gspace.analysis import Analysis, Inputs, Residual, analyzed, unwrap
 from gspace.arguments import analyze_options, require_model, require_numbers, require_own
-from gspace.analysis import analyzed
-from gspace.analysis import Inputs, unwrap
 from gspace.hooks import loss_of
 from gspace.optim import plain_sgd
 from gspace.pathrules import Power, power
@@ -243,7 +241,10 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     ) -> None:
         require_model(model)
         super().__init__(list(model.parameters()) if params is None else params, lr, **options)
-        self.model, self.analysis = model, analyzed(model, analysis, analyze_options(example_input, residual, pin), "pin")
+        self.model, self.analysis = (
+            model,
+            analyzed(model, analysis, analyze_options(example_input, residual, pin), "pin"),
+        )
         self._choose()
         self._begun = False
 

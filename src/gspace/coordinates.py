@@ -19,10 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Edges
+from gspace.analysis import Analysis, Edges, analyzed
 from gspace.arguments import require_one_of
 from gspace.devices import on_cpu
-from gspace.analysis import analyzed
 from gspace.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
 from gspace.skeleton import Skeleton, build_skeleton, connected
 from gspace.step import Layer, allocate_skeleton, allocate_weights, plan

@@ -10,9 +10,8 @@ from torch.optim.optimizer import Optimizer
 
 from gspace import saved
 from gspace import step as algorithm
-from gspace.analysis import Analysis, Residual
+from gspace.analysis import Analysis, Inputs, Residual
 from gspace.base import Allocation, GSpaceOptimizer, wide
-from gspace.analysis import Inputs
 from gspace.hooks import step_within
 from gspace.reference import Reference
 from gspace.skeleton import Skeleton

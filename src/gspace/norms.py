@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gspace.coordinates import Coordinates, PathValues, coordinates, path_values
 from gspace.analysis import Inputs
+from gspace.coordinates import Coordinates, PathValues, coordinates, path_values
 from gspace.pathsum import PathGraph, path_graph
 from gspace.reference import Reference
 

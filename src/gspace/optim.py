@@ -10,10 +10,9 @@ from torch.optim.sgd import sgd
 
 from gspace import fast, saved
 from gspace import step as algorithm
-from gspace.analysis import Analysis, Residual
+from gspace.analysis import Analysis, Inputs, Residual
 from gspace.arguments import number
 from gspace.base import Allocation, GSpaceOptimizer
-from gspace.analysis import Inputs
 from gspace.reference import Reference
 from gspace.skeleton import Skeleton
 from gspace.step import BatchNormRule, Layer, Number

@@ -18,10 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Edges, magnitude
+from gspace.analysis import Analysis, Edges, analyzed, magnitude
 from gspace.balance import balanced_log_scales
 from gspace.devices import on_cpu
-from gspace.analysis import analyzed
 
 Choice = Literal["aligned", "pivoted"]
 Side = Literal["head", "tail"]
