@@ -184,7 +184,7 @@ def balanced(found: Analysis, weights: Mapping[str, Tensor], absorbed: bool = Tr
 
 
 def _newton(found: Analysis, strength: Sequence[Tensor], log: Tensor, free: Tensor) -> Tensor:
-    """Minimizes F = ½ Σ a·exp(2(x[head] − x[tail])) where x are linear forms of units: Newton steps by conjugate gradients.
+    """Minimizes F = ½ Σ a·exp(2(x[head] − x[tail])), x linear forms of units: Newton steps by conjugate gradients.
 
     F is convex. A unit that nothing pulls one way keeps its scale: F has no minimum along it.
     """
@@ -212,7 +212,7 @@ def _newton(found: Analysis, strength: Sequence[Tensor], log: Tensor, free: Tens
             return torch.where(free, torch.autograd.grad(g, at, v, retain_graph=True)[0], v)
 
         target = torch.where(free, -gradient.detach(), 0)
-        step = conjugate_gradients(curvature, target, lambda r, d=total: r / d, 1e-8)
+        step = conjugate_gradients(curvature, target, total.reciprocal().mul, 1e-8)
         step = step / step.abs().max().clamp(min=1)
         t = 1.0
         while t > 1e-6 and float(energy(log + t * step)) > float(value) * (1 + 1e-14):

@@ -243,11 +243,12 @@ class Follow(TorchDispatchMode):
     def whole(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Follows a function as one operation, whatever it is made of."""
         self.operation = name
-        nodes = self.rules[name](self, Call(name, func, {**dict(zip(ARGUMENTS[name], args, strict=False)), **kwargs}))
+        bound = {**dict(zip(ARGUMENTS[name], args, strict=False)), **kwargs}
         with _disable_current_modes():
+            nodes = self.rules[name](self, Call(name, func, bound))
             out = func(*args, **kwargs)
-        self._assign(out, nodes[0] if isinstance(nodes, list) else nodes)
-        self._taint(False, name, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)], [out])
+            self._assign(out, nodes[0] if isinstance(nodes, list) else nodes)
+        self._taint(False, name, [t for t in tree_leaves(bound) if isinstance(t, Tensor)], [out])
         return out
 
     def _assign(self, t: Tensor, nodes: Nodes) -> None:
@@ -295,7 +296,8 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in self.ESCAPES and args and isinstance(args[0], Tensor) and args[0] in self.follow.memory:
-            self.follow.pin(self.follow.content(args[0].detach()), "its values are read outside of torch", name)
+            with _disable_current_modes():
+                self.follow.pin(self.follow.content(args[0].detach()), "its values are read outside of torch", name)
         if name == "scaled_dot_product_attention":
             return self.follow.whole(name, func, args, kwargs)
         return func(*args, **kwargs)

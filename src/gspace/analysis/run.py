@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.assemble import unread
@@ -169,10 +170,10 @@ def _named(follow: Follow, task: Task) -> Iterator[None]:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if module in names and follow.modules:
             if module in task.modules:
-                for t in tensors_in(output):
-                    if t in follow.memory:
-                        follow.pin(follow.ids(t), "pinned on request", "pin")
-                        follow.memory.write(t.detach(), torch.tensor(0))
+                with _disable_current_modes():
+                    for t in tensors_in(output):
+                        if t in follow.memory:
+                            follow.pin(follow.ids(t), "pinned on request", "pin")
             follow.modules.pop()
 
     handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
