@@ -46,7 +46,8 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
         if not norm.affine:
             exact.ground(norm.written)
     parts = _parts(follow, names, exact, affine=True)
-    units = _number(exact, parts, follow.absorbed, [nodes for nodes, _ in follow.statistics.values()])
+    absorbed = [*follow.absorbed, *(norm.absorbed for norm in follow.norms.values())]
+    units = _number(exact, parts, absorbed, [nodes for nodes, _ in follow.statistics.values()])
     edges = _edges(parts, units, exact)
     paper_parts = _parts(follow, names, transparent, affine=False)
     paper = _number(transparent, paper_parts, (), ())
@@ -93,6 +94,8 @@ def _transparent(follow: Follow) -> Equations:
     equations = follow.equations.copy()
     for norm in follow.norms.values():
         equations.tie(norm.absorbed, norm.written)
+    for nodes in follow.absorbed:  # what other norms divide out is no symmetry at their ε
+        equations.ground(nodes)
     for (h1, t1), (h2, t2) in follow.weights.repeats:
         alike = _varies(h1) == _varies(h2) and _varies(t1) == _varies(t2)
         if alike:

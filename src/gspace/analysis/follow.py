@@ -68,7 +68,7 @@ class Follow(TorchDispatchMode):
     """The equations of a model's run, and what else the analysis needs of it.
 
     Attributes:
-        absorbed: Nodes that an ε keeps from being exact symmetries.
+        absorbed: Nodes that an ε other than a BatchNorm's keeps from being exact symmetries.
         norms: BatchNorms, in the order of the run.
         statistics: Running statistics by storage: nodes and power of their scale.
         read: Storages of parameters in the order of their use, with the positions of first and last use.

@@ -412,11 +412,11 @@ def batch_norm(s: Follow, c: Call) -> list[Nodes]:
     """Divides the scale of each channel out; γ and β write the units behind it, statistics follow those before it."""
     x = c["input"]
     absorbed = s.reduce(s.ids(x), [0, *range(2, x.dim())]).reshape(-1)
-    s.absorb(absorbed)
     statistics = [(c.get(name), power) for name, power in (("running_mean", 1), ("running_var", 2))]
     statistics = [(t, power) for t, power in statistics if isinstance(t, Tensor)]
     gain = s.raw(c["weight"])
     if gain is None and (c["weight"] is not None or not statistics):  # an InstanceNorm, or a computed gain
+        s.absorb(absorbed)
         return [_channels(_affine(s, c["weight"], c["bias"]), x.dim()), None, None, None, None]
     key = tuple(absorbed.tolist())
     if gain is not None:
