@@ -16,10 +16,9 @@ import zoo
 from cases import CASES
 from gspace.baselines import FrozenSkeletonSGD, PathSGD, path_kappa
 from gspace.diagnostics import invariance_gap
-from gspace.pathrules import PathError
-from gspace.pathsum import path_graph
+from gspace.pathsum import PathError, path_graph
 from gspace.skeleton import init_skeleton_
-from invariance import analyze, build, draw_inputs, randomize_
+from invariance import build, draw_inputs, randomize_
 from parts import Net
 from test_norms import small
 from unrolled import SMALL, Small, enumerated
@@ -146,8 +145,8 @@ CASES_BY_NAME = {case.name: case for case in CASES}
 def test_the_update_commutes_with_rescaling(name: str, options: dict[str, Any]) -> None:
     """Twenty steps in float64. SGD beside it shows that the test can fail."""
     case = CASES_BY_NAME[name]
-    model, analysis = build(case), analyze(case)
-    one = [draw_inputs(case, k, torch.float64) for k in range(20)]
+    model, one = build(case), [draw_inputs(case, k, torch.float64) for k in range(20)]
+    analysis = gspace.analyze(model, one[0], residual=case.residual)
     width = model(*one[0]).shape[1]
     generator = torch.Generator().manual_seed(1)
     data = [(x[0], torch.randint(width, (len(x[0]),), generator=generator)) for x in one]
@@ -200,7 +199,7 @@ def test_parameters_may_differ_in_dtype() -> None:
 
 
 def test_what_has_no_path_norm_is_refused_at_construction() -> None:
-    with pytest.raises(PathError, match="relu6"):
+    with pytest.raises(PathError, match="ReLU6"):
         PathSGD(nn.Sequential(nn.Linear(3, 4), nn.ReLU6(), nn.Linear(4, 2)), 0.1)
 
 

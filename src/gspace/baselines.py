@@ -19,8 +19,7 @@ from gspace.analysis import analyzed
 from gspace.analysis import Inputs, unwrap
 from gspace.hooks import loss_of
 from gspace.optim import plain_sgd
-from gspace.pathrules import Power, power
-from gspace.pathsum import PathGraph, as_input_of, path_graph
+from gspace.pathsum import PathGraph, Power, as_input_of, path_graph, power
 from gspace.reference import choose_skeleton
 from gspace.step import Number, plan
 from gspace.watch import fingerprint
@@ -34,19 +33,14 @@ def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | 
     """
     if not parameters:
         return []
-    leaves, powers = [], {}
     exact = torch.autocast(parameters[0].device.type, enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), exact:
-        for p in parameters:
-            scaled = power(p.detach().to(torch.promote_types(p.dtype, torch.float32)), 2)
-            leaves.append(Power(scaled.values.requires_grad_(), scaled.exponent, activation=False))
-            powers[id(p)] = leaves[-1]
-        total = graph.sum(2, powers)
-        grads = torch.autograd.grad(total.values, [leaf.values for leaf in leaves], allow_unused=True)
-    return [
-        None if grad is None else torch.ldexp(grad.double(), total.exponent - leaf.exponent)
-        for grad, leaf in zip(grads, leaves, strict=True)
-    ]
+        squares = [power(p.detach(), 2).requires_grad_() for p in parameters]
+        total = graph.sum(2, {id(p): Power(square) for p, square in zip(parameters, squares, strict=True)})
+        grads = torch.autograd.grad(total.values, squares, allow_unused=True)
+    if total.exponent is None:
+        return list(grads)
+    return [None if grad is None else torch.ldexp(grad, total.exponent) for grad in grads]
 
 
 def _narrowed(kappa: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,7 +74,7 @@ class PathSGD(Optimizer):
         analysis: The result of `analyze(model)`.
 
     Raises:
-        PathError: The model has no path norm (`pathrules.py`). BatchNorm counts as the affine map of evaluation mode.
+        PathError: The model has no path norm (`analysis/pathrules.py`). BatchNorm counts as the affine map of evaluation mode.
     """
 
     def __init__(
@@ -122,8 +116,8 @@ class PathSGD(Optimizer):
         self.graph = path_graph(model, example_input)
         alike = as_input_of(model, example_input)
         found = analyzed(model, analysis, {} if alike is None or analysis is not None else {"example_input": alike})
-        edges = {e.name for e in found.edges}
-        self._edges = [p for name, p in model.named_parameters() if name in edges]
+        edges, slopes = {e.name for e in found.edges}, {id(p) for p in self.graph.slopes()}
+        self._edges = [p for name, p in model.named_parameters() if name in edges and id(p) not in slopes]
         trained = self._trained()  # what cannot be summed is refused here, not at the first step
         self._leave_out([p for p, k in zip(trained, path_kappa(self.graph, trained), strict=True) if k is None])
 

@@ -48,7 +48,7 @@ class PathNorm:
 def path_norm(
     model: nn.Module, p: float = 2, *, example_input: Inputs | None = None, graph: PathGraph | None = None
 ) -> PathNorm:
-    """φ_p of `model` in evaluation mode, by one forward pass of one sample (`pathrules.py` says what counts as a path).
+    """φ_p of `model` in evaluation mode, by one forward pass of one sample (`analysis/pathrules.py`: what counts as a path).
 
     Args:
         model: Any module whose operations are positively homogeneous.
@@ -69,7 +69,9 @@ def path_norm(
     if not 1 <= p < math.inf:
         raise ValueError(f"p must be finite and at least 1, got {p}")
     total = (graph if graph is not None else path_graph(model, example_input)).sum(p)
-    return PathNorm((total.values.log() + total.exponent * math.log(2)) / p, p)
+    log = total.values.log() if total.exponent is None else total.values.log() + total.exponent * math.log(2)
+    wide = any(t.dtype in (torch.float64, torch.complex128) for t in model.parameters())
+    return PathNorm((log / p).to(torch.float64 if wide else torch.float32), p)
 
 
 def _norm_of(values: PathValues, order: float) -> Tensor:
