@@ -179,6 +179,35 @@ def test_kappa_of_a_deep_network_is_right_in_float32(seed: int) -> None:
         torch.testing.assert_close(k.double(), e, rtol=1e-4, atol=0)  # 100 layers of float32 roundings
 
 
+def rescaled(size: float) -> tuple[nn.Module, gspace.Analysis, Tensor]:
+    """A float32 MLP, and scales that are `size` or its inverse."""
+    model = randomize_(zoo.mlp(5, 7, 6, 4), 0)
+    analysis = gspace.analyze(model)
+    up = torch.rand(analysis.H, generator=torch.Generator().manual_seed(0)) < 0.5
+    return model, analysis, torch.where(up, size, 1 / size)
+
+
+@pytest.mark.parametrize("size", [1e5, 1e6, 1e12])
+def test_large_scales_do_not_cost_invariance_in_float32(size: float) -> None:
+    model, analysis, scales = rescaled(size)
+    data = batches(100, 5, dtype=torch.float32)
+    gap = invariance_gap(lambda m: PathSGD(m, 1e-3), model, data, scales, analysis=analysis)
+    assert gap.final < 5e-6  # float32 roundings of 100 steps
+    assert gap.moved > 1e-2
+
+
+@pytest.mark.parametrize("size", [1e5, 1e6, 1e12])
+def test_kappa_does_not_vanish_under_large_scales_in_float32(size: float) -> None:
+    model, analysis, scales = rescaled(size)
+    other = gspace.rescale_(copy.deepcopy(model), scales, analysis=analysis)
+    kappas = [path_kappa(path_graph(m), list(m.parameters())) for m in (model, other)]
+    for p, q, before, after in zip(model.parameters(), other.parameters(), *kappas, strict=True):
+        assert before is not None
+        assert after is not None
+        ratio = q.detach().double() / p.detach().double()
+        torch.testing.assert_close(after * ratio.square(), before, rtol=1e-6, atol=0)  # weights are float32
+
+
 class Mixed(nn.Module):
     """The head in float64, the rest in float32."""
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -15,6 +16,7 @@ import dense
 import gspace
 import zoo
 from cases import CASES, Case
+from gspace.analysis.operations import TABLE
 from gspace.coordinates import coordinates, displaced, path_values, unflatten
 from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.optim import GSGD
@@ -45,7 +47,7 @@ def small(kind: type[Small]) -> Small:
 # All paths -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [1, 2, 1.5])
+@pytest.mark.parametrize("p", [1, 2, 1.5, 20])
 @pytest.mark.parametrize("kind", SMALL)
 def test_path_norm_is_the_sum_over_enumerated_paths(kind: type[Small], p: float) -> None:
     model = small(kind)
@@ -54,7 +56,7 @@ def test_path_norm_is_the_sum_over_enumerated_paths(kind: type[Small], p: float)
     torch.testing.assert_close(norm.value, expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("p", [1, 2, 20])
 @pytest.mark.parametrize("kind", SMALL)
 def test_gradients_of_the_path_norm_are_those_of_the_enumerated_sum(kind: type[Small], p: int) -> None:
     model = small(kind)
@@ -169,6 +171,61 @@ def test_average_pooling_counts_as_the_convolution_it_is() -> None:
         torch.testing.assert_close(
             path_norm(pooled, p, example_input=x).log, path_norm(convolved, p, example_input=x).log, rtol=1e-6, atol=0
         )
+
+
+def largest_path(model: nn.Sequential) -> float:
+    """log of the largest |v| of an MLP, by max instead of sums."""
+    log = torch.zeros(model[0].in_features, dtype=torch.float64)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            log = torch.maximum((layer.weight.double().abs().log() + log).amax(1), layer.bias.double().abs().log())
+    return float(log.max().detach())
+
+
+@pytest.mark.parametrize("depth", [2, 40])
+def test_a_large_p_does_not_give_minus_infinity(depth: int) -> None:
+    model = randomize_(zoo.mlp(5, *[6] * depth, 4), 0)
+    norm = path_norm(model, 1000)
+    most = (depth + 2) * math.log(7) / 1000  # (number of paths)^(1/p)
+    assert 0 <= float(norm.log.detach()) - largest_path(model) + 1e-5 <= most + 2e-5
+    grads = torch.autograd.grad(norm.log, list(model.parameters()))
+    assert all(bool(g.isfinite().all()) for g in grads)
+    # d log φ / d log w, summed over the weights of a layer, is the share of the paths that pass it: at most 1.
+    share = sum(float((g * w).sum().detach()) for g, w in zip(grads[-2:], model[-1].parameters(), strict=True))
+    assert share == pytest.approx(1, abs=1e-5)
+
+
+def test_at_a_large_p_a_path_of_small_weights_counts() -> None:
+    """No weight of the largest path is the largest of its layer, by a factor of 10."""
+    model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0], [0.1]]))
+        model[2].weight.copy_(torch.tensor([[0.01, 0.8]]))
+    assert float(path_norm(model, 1000).log.detach()) == pytest.approx(math.log(0.08), rel=1e-6)
+
+
+def test_numbers_and_logarithms_give_the_same_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.ConvTranspose2d(4, 6, 3, 2, 1, 1, groups=2),
+        nn.LeakyReLU(2.0),
+        nn.Conv2d(6, 4, 3, 2, 2, 2, groups=2),
+        nn.BatchNorm2d(4),
+        nn.MaxPool2d(2, 2, 1),
+        nn.PReLU(4, 3.0),
+        nn.ConvTranspose2d(4, 2, (2, 3), (1, 2), dilation=2),
+        nn.Upsample(scale_factor=2, mode="bicubic"),
+        nn.ZeroPad2d(1),
+        nn.Flatten(2),
+        nn.Linear(240, 3),
+    ).double()
+    graph = path_graph(model, torch.zeros(2, 4, 5, 5))
+    found = []
+    for large in (4, 0):
+        monkeypatch.setattr("gspace.pathsum.LARGE", large)
+        logs = [path_norm(model, p, graph=graph).log for p in (1, 2, 3)]
+        found.append([*logs, *torch.autograd.grad(logs[1], list(model.parameters()))])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
@@ -440,6 +497,141 @@ def test_a_recurrent_network_that_starts_at_a_constant_has_a_path_sum() -> None:
         found, expected = (path_norm(model, p, example_input=inputs).log for inputs in (x, (x, h)))
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     gspace.PathSGD(model, example_input=x)
+
+
+class Products(nn.Module):
+    """Two linear maps without bias, written in several ways."""
+
+    def __init__(self, forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4, 2))
+        self.body = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x, self.one, self.two)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, a, b: (x @ a).relu() @ b,
+        lambda x, a, b: torch.einsum("nj,jk->nk", torch.einsum("ni,ij->nj", x, a).relu(), b),
+        lambda x, a, b: torch.bmm(torch.bmm(x[:, None], a.expand(len(x), 3, 4)).relu(), b.expand(len(x), 4, 2)),
+        lambda x, a, b: F.linear(F.linear(x, a.t()).relu(), b.mT),
+        lambda x, a, b: ((x[..., None] * a).sum(1).relu()[..., None] * b).sum(1),
+        lambda x, a, b: torch.cat([(x @ a[:, :1]).relu(), (x @ a[:, 1:]).relu()], 1) @ b,
+        lambda x, a, b: torch.stack([(x @ a).relu() @ column for column in b.unbind(1)], 1),
+        lambda x, a, b: torch.addmm(x.new_zeros(2), (x @ (0.5 * a)).relu(), b, alpha=2),
+    ],
+    ids=["matmul", "einsum", "bmm", "linear", "sum of products", "slices", "columns", "factors"],
+)
+def test_weights_in_products_of_every_kind_are_edges(body: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Products(body).double()
+    for p in (1, 2, 7):
+        expected = (model.one.abs().pow(p) @ model.two.abs().pow(p)).sum()
+        found = path_norm(model, p, example_input=torch.zeros(5, 3)).log * p
+        torch.testing.assert_close(found, expected.log(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_graph_convolution_counts_its_adjacency() -> None:
+    torch.manual_seed(0)
+    adjacency = torch.rand(5, 5).double()
+    model = Net(lambda s, x: s.b(s.adjacency @ F.relu(s.adjacency @ s.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
+    model.double().register_buffer("adjacency", adjacency)
+    power = adjacency.square()
+    h = power @ (model.a.weight.square().sum(1) + model.a.bias.square()).expand(5, 4)
+    expected = (power @ h @ model.b.weight.square().t() + model.b.bias.square()).sum()
+    found = path_norm(model, 2, example_input=torch.zeros(2, 5, 3)).value ** 2
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("p", [1, 2, 6])
+def test_a_relu_rnn_has_the_sum_of_the_loop_it_is(p: int) -> None:
+    torch.manual_seed(0)
+    model = nn.RNN(3, 4, nonlinearity="relu", batch_first=True).double()
+    w, u, b, c = (t.detach().abs().pow(p) for t in model.parameters())
+    h, total = torch.zeros(4).double(), torch.tensor(0.0).double()
+    for _ in range(5):
+        h = w.sum(1) + b + u @ h + c
+        total += h.sum()
+    norm = path_norm(model, p, example_input=torch.zeros(2, 5, 3))
+    torch.testing.assert_close(norm.log * p, (total + h.sum()).log(), rtol=1e-12, atol=0)  # outputs, and the last state
+
+
+def test_entries_written_one_after_the_other_are_those_of_the_whole() -> None:
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        out = torch.empty(len(x), 3, 4, dtype=x.dtype)
+        for k in range(3):
+            out[:, k] = s.a(x).relu()
+        out[:, 1].mul_(3)
+        out[:, 2].zero_()
+        return s.b(out)
+
+    torch.manual_seed(0)
+    model = Net(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2, bias=False)).double()
+    first = model.a.weight.abs().sum(1) + model.a.bias.abs()
+    expected = (1 + 3 + 0) * (model.b.weight.abs() @ first).sum()
+    for p in (1, 5):
+        if p == 5:
+            powers = [t.abs() ** 5 for t in (model.a.weight, model.a.bias, model.b.weight)]
+            expected = (1 + 3**5) * (powers[2] @ (powers[0].sum(1) + powers[1])).sum()
+        norm = path_norm(model, p, example_input=torch.zeros(2, 3))
+        torch.testing.assert_close(norm.log * p, expected.log(), rtol=1e-12, atol=0)
+
+
+def test_a_draw_on_a_path_is_refused() -> None:
+    with pytest.raises(PathError, match="it depends on chance"):
+        path_norm(Net(lambda s, x: s.b(F.dropout(s.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
+
+
+def test_values_that_are_read_are_refused() -> None:
+    with pytest.raises(PathError, match=r"'the model' .*: its values are read outside"):
+        path_norm(Net(lambda s, x: s.a(x) / float(s.a(x).abs().max()), a=nn.Linear(3, 4)))
+
+
+def test_what_is_no_model_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got NoneType"):
+        path_norm(None)  # type: ignore[arg-type]
+
+
+def test_a_graph_runs_the_model_once_and_follows_its_weights_and_statistics() -> None:
+    runs = []
+
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        runs.append(len(x))
+        return s.b(s.n(s.a(x)).relu())
+
+    torch.manual_seed(0)
+    model = Net(forward, a=nn.Linear(3, 4), n=nn.BatchNorm1d(4), b=nn.Linear(4, 2)).double()
+    graph = path_graph(model, torch.zeros(5, 3))
+    assert runs == [1]
+    first = path_norm(model, graph=graph).log
+    for change in (lambda: model(torch.randn(9, 3).double()), lambda: nn.init.normal_(model.a.weight)):
+        change()
+        second = path_norm(model, graph=graph).log
+        assert abs(float((second - first).detach())) > 1e-3
+        torch.testing.assert_close(second, path_norm(model, example_input=torch.zeros(5, 3)).log)
+        first = second
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_a_copied_or_pickled_graph_is_that_of_the_copy() -> None:
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 3, padding=1), nn.ReLU(), nn.ZeroPad1d(2), nn.MaxPool1d(2), nn.Conv1d(4, 2, 1)
+    )
+    graph = path_graph(model, torch.zeros(2, 2, 8))
+    before = path_norm(model, graph=graph).log
+    for other in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        with torch.no_grad():
+            other.model[0].weight.mul_(3)
+        assert float((path_norm(other.model, graph=other).log - before).detach()) > 0.1
+        torch.testing.assert_close(path_norm(model, graph=graph).log, before, rtol=0, atol=0)
+
+
+def test_no_operation_has_two_rows() -> None:
+    names = [name for row, _, _ in TABLE for name in row.split(" ")]
+    assert len(names) == len(set(names))
 
 
 # Basis paths ---------------------------------------------------------------------------------------------------------

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gspace import saved
-from gspace.analysis import Analysis, Residual
+from gspace.analysis import Analysis, Inputs, Residual, analyzed, unwrap
 from gspace.arguments import analyze_options, require_model, require_numbers, require_own
-from gspace.analysis import analyzed
-from gspace.analysis import Inputs, unwrap
 from gspace.hooks import loss_of
 from gspace.optim import plain_sgd
 from gspace.pathsum import PathGraph, Power, as_input_of, path_graph, power
@@ -33,8 +31,7 @@ def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | 
     """
     if not parameters:
         return []
-    exact = torch.autocast(parameters[0].device.type, enabled=False)
-    with torch.inference_mode(False), torch.enable_grad(), exact:
+    with torch.inference_mode(False), torch.enable_grad():
         squares = [power(p.detach(), 2).requires_grad_() for p in parameters]
         total = graph.sum(2, {id(p): Power(square) for p, square in zip(parameters, squares, strict=True)})
         grads = torch.autograd.grad(total.values, squares, allow_unused=True)
@@ -70,11 +67,11 @@ class PathSGD(Optimizer):
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         interval: κ is computed every `interval` steps. The scales do not change in between, so the update still
             commutes with them. Captured in a CUDA graph, every replay does what the captured step did.
-        example_input: A batch the model accepts; not needed if the model begins with a linear layer on vectors.
+        example_input: A batch the model accepts; without one, inputs are guessed as in `analyze`.
         analysis: The result of `analyze(model)`.
 
     Raises:
-        PathError: The model has no path norm (`analysis/pathrules.py`). BatchNorm counts as the affine map of evaluation mode.
+        PathError: The model has no path norm. BatchNorm counts as the affine map of evaluation mode.
     """
 
     def __init__(

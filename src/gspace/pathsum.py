@@ -1,7 +1,7 @@
 """Sums over all paths of a network, by one forward pass: Σ_paths |v(path)|^p = Σ_outputs f_{|w|^p}(1).
 
-One run of the model says which steps the sum takes (`analysis.record`). They are then done for any p and for the weights
-of the moment, without the model. As derivatives of the sum are sums over paths too, autograd through them gives
+One run of the model says which steps the sum takes (`analysis.record`). They are then done for any p, with the weights
+of the moment and without the model. As derivatives of the sum are sums over paths too, autograd through them gives
 gradients of path norms and Path-SGD's κ.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from gspace.analysis import refuse
 from gspace.analysis.examples import few_rows, guesses, refusal
 from gspace.analysis.forward import Inputs, TraceError, arguments, set_mode, tensors_in, untouched, unwrap
 from gspace.analysis.operations import PATHS
@@ -46,10 +47,9 @@ class PathGraph:
         kind: Any = Numbers if p <= LARGE else Logs
         sums = kind(p, device, powers or {})
         values: list[Any] = []
-        with torch.autocast(device.type, enabled=False):
-            for method, inputs, constants in self.steps:
-                values.append(getattr(sums, method)(*[values[i] for i in inputs], *constants))
-            total: Power = sums.total(*[values[i] for i in self.outputs])
+        for method, inputs, constants in self.steps:  # in float64, which autocast leaves alone
+            values.append(getattr(sums, method)(*[values[i] for i in inputs], *constants))
+        total: Power = sums.total(*[values[i] for i in self.outputs])
         return total if self.samples == 1 else total._replace(values=total.values / self.samples)
 
     def slopes(self) -> list[Tensor]:
@@ -78,9 +78,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
     ['leaf', 'ones', 'moved', 'matmul']
     """
     inner = unwrap(model)
-    for name, p in inner.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise TraceError(f"parameter {name!r} has no shape yet (lazy module): run one batch through the model first")
+    refuse(inner)
     with untouched(inner):
         set_mode(inner, False)
         if example_input is not None:
@@ -130,9 +128,7 @@ def _run(model: nn.Module, inner: nn.Module, batch: Inputs, samples: int) -> Pat
         raise
     except Exception as error:
         message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        raise TraceError(
-            f"the model does not accept this example_input: {type(error).__name__}: {message}"
-        ) from error
+        raise TraceError(f"the model does not accept this example_input: {type(error).__name__}: {message}") from error
     outputs = [record.read(t) for t in tensors_in(out) if (x := record.find(t)) is not None and x.register >= 0]
     if not any(x.kind is Kind.ACTIVATION for x in outputs):
         raise PathError("no output of the model depends on its input")

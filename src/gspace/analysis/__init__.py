@@ -74,13 +74,11 @@ def analyze(
     """
     if residual not in ("pin", "tie"):
         raise ValueError(f"residual must be 'pin' or 'tie', got {residual!r}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     listed = [modes] if isinstance(modes, str) else list(modes)
     if not listed or not set(listed) <= MODES.keys():
         raise ValueError(f"modes are 'train', 'eval' or both, got {modes!r}")
     inner = unwrap(model)
-    _refuse(inner)
+    refuse(inner)
     pinned = _known(pin, dict(inner.named_modules(remove_duplicate=False)))
     with untouched(inner):
         follow = _followed(inner, example_input, residual, pinned, [MODES[m] for m in listed])
@@ -110,8 +108,10 @@ def analyzed(
     return analysis
 
 
-def _refuse(model: nn.Module) -> None:
+def refuse(model: nn.Module) -> None:
     """What cannot be run or followed at all."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise TraceError(f"parameter {name!r} has no shape yet (lazy module): run one batch through the model first")

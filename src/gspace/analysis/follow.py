@@ -7,6 +7,7 @@ ground, with its name, the module and the reason.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,14 +26,15 @@ Nodes = Tensor | Raw | None
 Rule = Callable[["Follow", "Call"], "Nodes | list[Nodes]"]
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """One call of an operation, its arguments by name, defaults filled in."""
 
     name: str
     function: Callable[..., Any]
     args: dict[str, Any]
 
-    def __getitem__(self, name: Any) -> Any:
+    def __getitem__(self, name: str) -> Any:
         return self.args[name]
 
     def get(self, *names: str) -> Any:

@@ -1,12 +1,12 @@
 """Records what a run does to sums over paths, to be computed again later for other weights without the model.
 
 `Record` is a `TorchDispatchMode`. Behind every storage that depends on inputs or parameters stands the register that
-was written to it. A rule (`pathrules`) reads registers and appends steps (`sums` says what they may be); views and writes
-through them need none. The register of a step is its place in the list.
+was written to it. A rule (`pathrules`) reads registers and appends steps (`sums` says what they may be). Views, and
+writes through them, need none. The register of a step is its place in the list.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ class Step(NamedTuple):
     constants: tuple[Any, ...]
 
 
-Rule = Callable[["Record", Call], "Value | None | list[Value | None]"]
+Rule = Callable[["Record", Call], "Value | list[Value | None] | None"]
 
 
 class Record(TorchDispatchMode):

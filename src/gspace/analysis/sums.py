@@ -54,7 +54,7 @@ def fetched(source: Source) -> Tensor:
     if isinstance(source, Tensor):
         return source
     module, name = source
-    found = module._parameters.get(name)
+    found: Tensor | None = module._parameters.get(name)
     found = module._buffers.get(name) if found is None else found
     if found is None:
         raise RuntimeError(f"{type(module).__name__} no longer has {name!r}: the path sum is of another model")
@@ -124,7 +124,7 @@ class Numbers:
     def convolve(self, x: Power, w: Power, *options: Any) -> Power:
         return Power(torch.convolution(x.values, w.values, None, *options), _product(x, w))
 
-    def sum(self, x: Power, dims: Sequence[int], keep: bool) -> Power:
+    def sum(self, x: Power, dims: tuple[int, ...], keep: bool) -> Power:
         return x._replace(values=x.values.sum(dims, keep))
 
     def at_least_one(self, x: Power) -> Power:
@@ -150,7 +150,9 @@ class Logs:
         t = fetched(source)
         known = self.powers.get(id(t))
         if known is not None:
-            return known.values.log().clamp(min=NOTHING) + (0 if known.exponent is None else known.exponent * math.log(2))
+            return known.values.log().clamp(min=NOTHING) + math.log(2) * (
+                0 if known.exponent is None else known.exponent
+            )
         size = power(t.to(self.device), 1)
         return torch.where(size == 0, NOTHING, self.p * torch.where(size == 0, 1, size).log())
 
@@ -201,7 +203,8 @@ class Logs:
         if transposed:  # the convolution of an input that is spread out, with the kernel turned around
             spread = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True)]
             wide = x.new_full((*x.shape[:2], *spread), NOTHING)
-            wide[(..., *(slice(None, None, s) for s in stride))] = x
+            places: list[Any] = [slice(None, None, s) for s in (1, 1, *stride)]
+            wide[tuple(places)] = x
             reach = [d * (k - 1) for d, k in zip(dilation, w.shape[2:], strict=True)]
             around = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
             w = w.flip(list(range(2, 2 + dims))).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
@@ -215,8 +218,8 @@ class Logs:
         kernels = w.reshape(groups, per_group, -1, *[1] * dims, *w.shape[2:])
         return torch.stack([(x + kernels[:, o]).logsumexp(over) for o in range(per_group)], 2).flatten(1, 2)
 
-    def sum(self, x: Tensor, dims: Sequence[int], keep: bool) -> Tensor:
-        return x.logsumexp(list(dims), keep) if dims else x
+    def sum(self, x: Tensor, dims: tuple[int, ...], keep: bool) -> Tensor:
+        return x.logsumexp(dims, keep) if dims else x
 
     def at_least_one(self, x: Tensor) -> Tensor:
         return x.clamp(min=0)
@@ -245,7 +248,7 @@ def _product(x: Power, y: Power) -> Tensor | None:
     return x.exponent + y.exponent
 
 
-def reshaped(t: Tensor, order: Sequence[int], sizes: Sequence[int], back: Sequence[int]) -> Tensor:
+def reshaped(t: Tensor, order: tuple[int, ...], sizes: tuple[int, ...], back: tuple[int, ...]) -> Tensor:
     t = t.permute(order) if order else t
     t = t.reshape(sizes) if t.shape != torch.Size(sizes) else t
     return t.permute(back) if back else t
