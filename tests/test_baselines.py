@@ -205,7 +205,7 @@ def test_kappa_does_not_vanish_under_large_scales_in_float32(size: float) -> Non
         assert before is not None
         assert after is not None
         ratio = q.detach().double() / p.detach().double()
-        torch.testing.assert_close(after * ratio.square(), before, rtol=1e-6, atol=0)  # weights are float32
+        torch.testing.assert_close(after * ratio.square(), before.double(), rtol=1e-6, atol=0)  # weights are float32
 
 
 class Mixed(nn.Module):

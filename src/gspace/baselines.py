@@ -17,36 +17,10 @@ from gspace.analysis import Analysis, Inputs, Residual, analyzed, unwrap
 from gspace.arguments import analyze_options, require_model, require_numbers, require_own
 from gspace.hooks import loss_of
 from gspace.optim import plain_sgd
-from gspace.pathsum import PathGraph, Power, as_input_of, path_graph, power
+from gspace.pathsum import as_input_of, path_graph, path_kappa
 from gspace.reference import choose_skeleton
 from gspace.step import Number, plan
 from gspace.watch import fingerprint
-
-
-def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """κ_e = ∂(Σ_paths v²)/∂(w_e²) of every entry of `parameters`, by one forward and one backward pass of one sample.
-
-    κ_e is the sum, over the paths through e, of the squared products of their other weights; a weight that occurs on a
-    path several times (convolution, weight sharing) counts once per occurrence. None for a parameter on no path.
-    """
-    if not parameters:
-        return []
-    with torch.inference_mode(False), torch.enable_grad():
-        squares = [power(p.detach(), 2).requires_grad_() for p in parameters]
-        total = graph.sum(2, {id(p): Power(square) for p, square in zip(parameters, squares, strict=True)})
-        grads = torch.autograd.grad(total.values, squares, allow_unused=True)
-    if total.exponent is None:
-        return list(grads)
-    return [None if grad is None else torch.ldexp(grad, total.exponent) for grad in grads]
-
-
-def _narrowed(kappa: Tensor, dtype: torch.dtype) -> Tensor:
-    """κ in float32 if all of it has its digits there; it is a sum of squares, and may not. A GPU is not asked."""
-    if dtype == torch.float64 or kappa.device.type != "cpu" or not kappa.numel():
-        return kappa
-    limits = torch.finfo(torch.float32)
-    least, most = torch.where(kappa > 0, kappa, 1).aminmax()
-    return kappa.float() if float(least) >= limits.tiny and float(most) <= limits.max else kappa
 
 
 class PathSGD(Optimizer):
@@ -175,7 +149,7 @@ class PathSGD(Optimizer):
             self._leave_out([p for p, kappa in found if kappa is None])
             for p, kappa in found:
                 if kappa is not None:
-                    self.state[p]["kappa"] = _narrowed(kappa, p.dtype)
+                    self.state[p]["kappa"] = kappa
         for group in self.param_groups:
             group["steps"] += 1
 

@@ -25,6 +25,7 @@ PRODUCT = "it multiplies two activations"
 READ = "its values are read outside of the network"
 INDICES = frozenset("index indices mask condition dim size sizes".split())
 
+LAYER = (Kind.ACTIVATION, Kind.WEIGHT)
 Values = list[Value | None]
 
 
@@ -233,16 +234,15 @@ def matrix_product(record: Record, call: Call) -> Value:
     """With `add` in its name, what is added is the first argument."""
     adds = "add" in call.name
     left = call.get("mat1", "batch1", "mat") if adds else call["self"]
-    right = call.get("mat2", "batch2", "vec", "tensor", "other")
-    x, y = record.read(left), record.read(right)
-    if not adds:
-        return record.product("matmul", x, y)
-    bias, alpha, beta = call["self"], call["alpha"], call["beta"]
-    if call.name == "addmm" and alpha == beta == 1 and Kind.CONSTANT not in (x.kind, y.kind) and x.kind is not y.kind:
-        return record.step("affine", record.read(bias), x, y, layers=1)
+    x, y = record.read(left), record.read(call.get("mat2", "batch2", "vec", "tensor", "other"))
+    alpha, beta = (call["alpha"], call["beta"]) if adds else (1, 1)
+    if call.name in ("mm", "addmm") and len(left) == alpha == beta == 1 and (x.kind, y.kind) == LAYER:
+        return record.step("row", x, y, *([record.read(call["self"])] if adds else []), layers=1)
     value = record.product("matmul", x, y)
     value = value if alpha == 1 else record.product("multiply", value, record.constant(alpha))
-    b = record.read(bias)
+    if not adds:
+        return value
+    b = record.read(call["self"])
     return record.step("add", value, b if beta == 1 else record.product("multiply", b, record.constant(beta)))
 
 

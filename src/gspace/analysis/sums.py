@@ -73,6 +73,8 @@ def _filled(args: Mapping[str, Any], given: Sequence[Any]) -> dict[str, Any]:
 def power(t: Tensor, p: float) -> Tensor:
     """|t|^p in float64."""
     wide = t.abs().double() if t.is_complex() else t.double()
+    if p == 2 and wide is not t and not wide.requires_grad:
+        return wide.square_()
     return wide.square() if p == 2 else wide.abs().pow(p) if p != 1 else wide.abs()
 
 
@@ -116,7 +118,10 @@ class Numbers:
     def matmul(self, x: Power, y: Power) -> Power:
         return Power(x.values @ y.values, _product(x, y))
 
-    def affine(self, bias: Power, x: Power, y: Power) -> Power:
+    def row(self, x: Power, y: Power, bias: Power | None = None) -> Power:
+        """A linear layer of one row."""
+        if bias is None:
+            return self.matmul(x, y)
         if bias.exponent is x.exponent is y.exponent is None:
             return Power(torch.addmm(bias.values, x.values, y.values))
         return self.add(self.matmul(x, y), bias)
@@ -183,8 +188,8 @@ class Logs:
         columns = [(x + (c.unsqueeze(-2) if x.dim() > 1 else c)).logsumexp(-1) for c in y.unbind(-1)]
         return torch.stack(columns, -1)
 
-    def affine(self, bias: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return self.add(self.matmul(x, y), bias)
+    def row(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.matmul(x, y) if bias is None else self.add(self.matmul(x, y), bias)
 
     def convolve(
         self,
