@@ -585,9 +585,19 @@ def test_a_draw_on_a_path_is_refused() -> None:
         path_norm(Net(lambda s, x: s.b(F.dropout(s.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
 
 
-def test_values_that_are_read_are_refused() -> None:
-    with pytest.raises(PathError, match=r"'the model' .*: its values are read outside"):
-        path_norm(Net(lambda s, x: s.a(x) / float(s.a(x).abs().max()), a=nn.Linear(3, 4)))
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda h: h / float(h.abs().max()),
+        lambda h: h[:, : int(h.argmax())],
+        lambda h: h + torch.from_numpy(h.detach().numpy()),
+        lambda h: h * h.tolist()[0][0],
+    ],
+    ids=["float", "index", "numpy", "list"],
+)
+def test_values_that_are_read_are_refused(read: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(PathError, match=r"its values are read outside|chosen depends on the input"):
+        path_norm(Net(lambda s, x: read(s.a(x)), a=nn.Linear(3, 4)))
 
 
 def test_what_is_no_model_is_refused_by_name() -> None:

@@ -21,7 +21,7 @@ from gspace.analysis import refuse
 from gspace.analysis.examples import few_rows, guesses, refusal
 from gspace.analysis.forward import Inputs, TraceError, arguments, set_mode, tensors_in, untouched, unwrap
 from gspace.analysis.operations import PATHS
-from gspace.analysis.record import Kind, PathError, Record, Step
+from gspace.analysis.record import Kind, Outside, PathError, Record, Step
 from gspace.analysis.sums import LARGE, Logs, Numbers, Power, fetched, power
 
 __all__ = ["PathError", "PathGraph", "Power", "as_input_of", "path_graph", "path_kappa"]
@@ -141,7 +141,7 @@ def _run(model: nn.Module, inner: nn.Module, batch: Inputs, samples: int) -> Pat
         if isinstance(t, Tensor):
             record.enter(t, None)
     try:
-        with _named(record, inner), record:
+        with _named(record, inner), Outside(record), record:
             out = inner(*args, **kwargs)
     except (TraceError, PathError):
         raise

@@ -8,7 +8,8 @@ operation that is known has none, the third entry is the reason.
 from gspace.analysis import pathrules as paths
 from gspace.analysis import record, rules
 from gspace.analysis.follow import Rule
-from gspace.analysis.pathrules import NOT_HOMOGENEOUS, PRODUCT, READ, UNKNOWN
+from gspace.analysis.pathrules import NOT_HOMOGENEOUS, PRODUCT, UNKNOWN
+from gspace.analysis.record import READ
 
 TABLE: tuple[tuple[str, Rule, record.Rule | str], ...] = (
     ("", rules.unknown, UNKNOWN),

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from gspace.analysis.follow import Call
-from gspace.analysis.record import CHOSEN, SLOT, Kind, Record, Value, opaque
+from gspace.analysis.record import CHANCE, CHOSEN, SLOT, Kind, Record, Value, opaque
 from gspace.analysis.sums import Slot
 
 NOT_HOMOGENEOUS = "it is not positively homogeneous"
 UNKNOWN = "no rule is known for it"
 PRODUCT = "it multiplies two activations"
-READ = "its values are read outside of the network"
 INDICES = frozenset("index indices mask condition dim size sizes".split())
 
 LAYER = (Kind.ACTIVATION, Kind.WEIGHT)
@@ -166,7 +165,7 @@ def leaky(record: Record, call: Call) -> Value:
     slope = call.get("negative_slope")
     if slope is None:
         if call["training"]:
-            raise record.refusal("it depends on chance")
+            raise record.refusal(CHANCE)
         slope = (call["lower"] + call["upper"]) / 2
     (x,) = same(record, call)
     assert x is not None

@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gspace.analysis.follow import Call, bound, facts
+from gspace.analysis.follow import Call, Escapes, bound, facts
 from gspace.analysis.memory import Sizes, geometry, key_of
 from gspace.analysis.sums import Slot, Source
 
 LAYERS = 4  # products of weights in a row before a sum is renormalized
 CHOSEN = "which entries are chosen depends on the input"
 CHANCE = "it depends on chance"
+READ = "its values are read outside of the network"
 SLOT, BOTH = Slot(0), {"base": Slot(0), "t": Slot(1)}
 
 
@@ -236,6 +238,23 @@ class Record(TorchDispatchMode):
             "Only positively homogeneous operations pass values along paths: replace this one, or measure the parts "
             "before and behind it."
         )
+
+
+class Outside(TorchFunctionMode):
+    """Values that leave torch are read by no operation that a dispatch mode sees: no path goes on from there."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in Escapes.NAMES and args and isinstance(args[0], Tensor):
+            known = self.record.find(args[0])
+            if known is not None and known.kind is not Kind.CONSTANT:
+                self.record.operation = name
+                raise self.record.refusal(READ)
+        return func(*args, **(kwargs or {}))
 
 
 def opaque(reason: str) -> Value:

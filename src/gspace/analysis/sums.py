@@ -90,7 +90,7 @@ class Numbers:
         if known is not None:
             return known
         values = power(t.to(self.device), self.p)
-        return Power(values, values.new_tensor(NOTHING) if zero else None)  # zeros hide nothing small beside them
+        return Power(values, values.new_full((), NOTHING) if zero else None)  # zeros hide nothing small beside them
 
     def ones(self, shape: Sequence[int]) -> Power:
         return Power(torch.ones(shape, dtype=torch.float64, device=self.device))
