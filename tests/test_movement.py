@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gspace
-from gspace.graph.spaces import Activation
-from gspace.pathrules import PathError
+from gspace.pathsum import PathError
 
 C = 8
 
@@ -121,7 +120,3 @@ def test_path_norms_follow(name: str) -> None:
     assert values[0] > 0
 
 
-@pytest.mark.parametrize("shape", [None, (2,), (2, 3, 4)])
-def test_a_space_has_the_rank_of_its_activation(shape: tuple[int, ...] | None) -> None:
-    with pytest.raises(ValueError, match="for an activation of sizes"):
-        Activation(torch.zeros(1, 1, dtype=torch.long), shape)

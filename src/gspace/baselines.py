@@ -17,43 +17,10 @@ from gspace.analysis import Analysis, Inputs, Residual, analyzed, unwrap
 from gspace.arguments import analyze_options, require_model, require_numbers, require_own
 from gspace.hooks import loss_of
 from gspace.optim import plain_sgd
-from gspace.pathrules import Power, power
-from gspace.pathsum import PathGraph, as_input_of, path_graph
+from gspace.pathsum import as_input_of, path_graph, path_kappa
 from gspace.reference import choose_skeleton
 from gspace.step import Number, plan
 from gspace.watch import fingerprint
-
-
-def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """κ_e = ∂(Σ_paths v²)/∂(w_e²) of every entry of `parameters`, by one forward and one backward pass of one sample.
-
-    κ_e is the sum, over the paths through e, of the squared products of their other weights; a weight that occurs on a
-    path several times (convolution, weight sharing) counts once per occurrence. None for a parameter on no path.
-    """
-    if not parameters:
-        return []
-    leaves, powers = [], {}
-    exact = torch.autocast(parameters[0].device.type, enabled=False)
-    with torch.inference_mode(False), torch.enable_grad(), exact:
-        for p in parameters:
-            scaled = power(p.detach().to(torch.promote_types(p.dtype, torch.float32)), 2)
-            leaves.append(Power(scaled.values.requires_grad_(), scaled.exponent, activation=False))
-            powers[id(p)] = leaves[-1]
-        total = graph.sum(2, powers)
-        grads = torch.autograd.grad(total.values, [leaf.values for leaf in leaves], allow_unused=True)
-    return [
-        None if grad is None else torch.ldexp(grad.double(), total.exponent - leaf.exponent)
-        for grad, leaf in zip(grads, leaves, strict=True)
-    ]
-
-
-def _narrowed(kappa: Tensor, dtype: torch.dtype) -> Tensor:
-    """κ in float32 if all of it has its digits there; it is a sum of squares, and may not. A GPU is not asked."""
-    if dtype == torch.float64 or kappa.device.type != "cpu" or not kappa.numel():
-        return kappa
-    limits = torch.finfo(torch.float32)
-    least, most = torch.where(kappa > 0, kappa, 1).aminmax()
-    return kappa.float() if float(least) >= limits.tiny and float(most) <= limits.max else kappa
 
 
 class PathSGD(Optimizer):
@@ -74,11 +41,11 @@ class PathSGD(Optimizer):
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         interval: κ is computed every `interval` steps. The scales do not change in between, so the update still
             commutes with them. Captured in a CUDA graph, every replay does what the captured step did.
-        example_input: A batch the model accepts; not needed if the model begins with a linear layer on vectors.
+        example_input: A batch the model accepts; without one, inputs are guessed as in `analyze`.
         analysis: The result of `analyze(model)`.
 
     Raises:
-        PathError: The model has no path norm (`pathrules.py`). BatchNorm counts as the affine map of evaluation mode.
+        PathError: The model has no path norm. BatchNorm counts as the affine map of evaluation mode.
     """
 
     def __init__(
@@ -120,8 +87,8 @@ class PathSGD(Optimizer):
         self.graph = path_graph(model, example_input)
         alike = as_input_of(model, example_input)
         found = analyzed(model, analysis, {} if alike is None or analysis is not None else {"example_input": alike})
-        edges = {e.name for e in found.edges}
-        self._edges = [p for name, p in model.named_parameters() if name in edges]
+        edges, slopes = {e.name for e in found.edges}, {id(p) for p in self.graph.slopes()}
+        self._edges = [p for name, p in model.named_parameters() if name in edges and id(p) not in slopes]
         trained = self._trained()  # what cannot be summed is refused here, not at the first step
         self._leave_out([p for p, k in zip(trained, path_kappa(self.graph, trained), strict=True) if k is None])
 
@@ -182,7 +149,7 @@ class PathSGD(Optimizer):
             self._leave_out([p for p, kappa in found if kappa is None])
             for p, kappa in found:
                 if kappa is not None:
-                    self.state[p]["kappa"] = _narrowed(kappa, p.dtype)
+                    self.state[p]["kappa"] = kappa
         for group in self.param_groups:
             group["steps"] += 1
 

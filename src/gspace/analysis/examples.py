@@ -26,12 +26,12 @@ def _is_batch(x: Any) -> bool:
     return isinstance(x, (Tensor, tuple, Mapping))
 
 
-def few_rows(example: Inputs) -> Inputs | None:
-    """The first two rows of a batch, if all its tensors have the same number of rows and that is more."""
+def few_rows(example: Inputs, rows: int = ROWS) -> Inputs | None:
+    """The first rows of a batch, if all its tensors have the same number of rows and that is more."""
     sizes = {t.shape[0] if t.dim() else -1 for t in tree_leaves(_plain(example)) if isinstance(t, Tensor)}
-    if len(sizes) != 1 or min(sizes) <= ROWS:
+    if len(sizes) != 1 or min(sizes) <= rows:
         return None
-    return tree_map_only(Tensor, lambda t: t[:ROWS], _plain(example))
+    return tree_map_only(Tensor, lambda t: t[:rows], _plain(example))
 
 
 def _plain(example: Inputs) -> Any:
@@ -55,7 +55,7 @@ def redrawn(example: Inputs, generator: torch.Generator) -> Inputs:
 
 def guesses(model: nn.Module) -> Iterator[Inputs]:
     """Inputs that a model may accept, likely ones first."""
-    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    like = next((p for p in model.parameters() if p.is_floating_point() or p.is_complex()), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
     required = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
     count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required)

@@ -219,7 +219,7 @@ class Follow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, writes, is_view = _facts(func)
+        name, writes, is_view = facts(func)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         result: Any = None
         rule = self.rules.get(name)
@@ -230,7 +230,7 @@ class Follow(TorchDispatchMode):
                 if decomposed is not NotImplemented:
                     return decomposed
                 rule = self.rules[""]
-            result = rule(self, Call(name, func, _bound(func, args, kwargs)))
+            result = rule(self, Call(name, func, bound(func, args, kwargs)))
         out = func(*args, **kwargs)
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if result is not None or (writes and not is_view and any(t in self.memory for t in outs)):
@@ -308,7 +308,7 @@ def _sizes(content: Tensor | Raw) -> tuple[int, ...]:
 
 
 @cache
-def _facts(func: Any) -> tuple[str, bool, bool]:
+def facts(func: Any) -> tuple[str, bool, bool]:
     """Its name without the underscore of a call in place, whether it writes, and whether its result is a view."""
     name = func._schema.name.split("::")[1]
     writes = func._schema.is_mutable
@@ -328,6 +328,6 @@ def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(a.name for a in arguments), {a.name: a.default_value for a in arguments}
 
 
-def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     names, defaults = _signature(func)
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
