@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges, analyzed
+from gspace.analysis.assemble import plain
 from gspace.arguments import require_one_of
 from gspace.devices import on_cpu
 from gspace.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
@@ -125,7 +126,7 @@ def _exact(found: Analysis) -> Analysis:
         return replace(e, head=e.head * ((e.head <= found.H) | ~head), tail=e.tail * ((e.tail <= found.H) | ~tail))
 
     total = found.H if bool(live.all()) else found.H + found.H_absorbed
-    return replace(found, transparent=tuple(map(relabelled, found.edges)), H_paper=total)
+    return replace(found, transparent=tuple(map(relabelled, plain(found.edges, found.forms))), H_paper=total)
 
 
 def _products(at: Coordinates, weights: Mapping[str, Tensor]) -> Products:
