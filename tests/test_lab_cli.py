@@ -198,7 +198,7 @@ def test_the_list_shows_runs_and_cost(name: str, tmp_path: Path, capsys: pytest.
     text = capsys.readouterr().out
     assert EXPERIMENTS[name].question in text
     assert re.search(r"left: \d+ runs, about .* on one NVIDIA H200", text)
-    decided = name in ("mlp-invariance", "path-sgd", "regularization", "momentum", "one-chain", "rates")
+    decided = name in ("mlp-invariance", "path-sgd", "regularization", "momentum", "one-chain", "rates", "baseline")
     assert ("decided by these: " in text) == decided
 
 

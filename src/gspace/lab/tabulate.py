@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import floor, log10
 from statistics import fmean, stdev
 
@@ -156,10 +157,11 @@ def _written(cell: Cell | None, found: Found, measure: Measure) -> str:
 
 
 def _compared(methods: Sequence[Method]) -> list[tuple[Method, Method]]:
-    """G-SGD with all that is SGD, controls among them."""
+    """G-SGD with all that is SGD, controls among them; then SGD with its other starts, where they are no controls."""
     ours = [method for method in methods if method.key == "gsgd"]
     plain = [method for method in methods if method.fields.get("optimizer", "sgd").startswith("sgd")]
-    return [(base, other) for other in ours for base in plain]
+    starts = [method for method in plain if method.key == "sgd" or ("init" in method.fields and not method.control)]
+    return [*((base, other) for other in ours for base in plain), *combinations(starts, 2)]
 
 
 def difference(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> str:
