@@ -41,9 +41,9 @@ from gspace.lab.tabulate import MEASURES, Found, outcome, tables, write
 TITLE = "Measured with gspace"
 READING = (
     "Numbers are mean ± sample standard deviation (number of runs). A run that diverged is counted, not averaged. "
-    "Differences are between runs of one seed; a negative one favours G-SGD. Curves are means; the band is from the "
-    "smallest to the largest run. Training loss is, in tables, that of the finished network on all training images as "
-    "they are; in curves, the mean over the batches since the last point, as they were trained on.",
+    "Differences are between runs of one seed; a negative one favours the method named first. Curves are means; the "
+    "band is from the smallest to the largest run. Training loss is, in tables, that of the finished network on all "
+    "training images as they are; in curves, the mean over the batches since the last point, as they were trained on.",
     "*SGD from skeleton init* starts where G-SGD starts. *Free skeleton frozen* also keeps the skeleton weights that "
     "G-SGD never changes, one out of every unit. *Skeleton paths held* is G-SGD that keeps its other skeleton weights "
     "too. *Ratio* and *drift* bound how far the value of a skeleton path may go in one step and in all.",
