@@ -16,6 +16,7 @@ from itertools import combinations
 from pathlib import Path
 
 from gspace.lab.archive import export, read_records, scores_of, short_recipe
+from gspace.lab.claims import claims
 from gspace.lab.cost import CPU, GPU, duration, estimate
 from gspace.lab.document import Document, Section, Table, markdown
 from gspace.lab.errors import RecordError
@@ -97,6 +98,8 @@ def publish(document: Document, out: Path) -> list[Path]:
 def as_json(document: Document) -> str:
     """The tables by section, for other programs."""
     content = {section.name: _rows(section.tables) for section in document.sections}
+    if document.summary:
+        content["summary"] = _rows(document.summary)
     appendix = _rows(table for table in document.appendix if table.rows)
     if appendix:
         content["appendix"] = appendix
@@ -155,7 +158,8 @@ def assemble(
         _environments(records),
     )
     sections = tuple(section(part, found) for part in parts)
-    return Document(TITLE, command, READING, sections, tuple(table for table in appendix if table.rows))
+    kept, summary = ([table for table in some if table.rows] for some in (appendix, (claims(experiments, found),)))
+    return Document(TITLE, command, READING, sections, tuple(kept), tuple(summary))
 
 
 def begun(experiment: Experiment, found: Found) -> Iterator[Part]:

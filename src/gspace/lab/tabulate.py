@@ -164,12 +164,14 @@ def _compared(methods: Sequence[Method]) -> list[tuple[Method, Method]]:
     return [*((base, other) for other in ours for base in plain), *combinations(starts, 2)]
 
 
-def difference(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> str:
-    """How much more `other` has than `base`, over the seeds that both finished: same initial stream, same batches."""
+def gaps(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> list[float]:
+    """How much more `other` has than `base`, for each seed that both finished: same initial stream, same batches."""
     if base is None or other is None:
-        return "–"
+        return []
     ours, theirs = (outcome(cell.recipes, found, measure).values for cell in (other, base))
-    both = sorted(ours.keys() & theirs.keys())
-    if not both:
-        return "–"
-    return mean_std([ours[seed] - theirs[seed] for seed in both], measure, "+")
+    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+
+
+def difference(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> str:
+    """Those gaps in a cell of a table."""
+    return mean_std(gaps(base, other, found, measure), measure, "+") or "–"
