@@ -1,4 +1,5 @@
 # Two commands: `make test` and `make demo`. Both create the environment the first time and reuse it afterwards.
+# `make test-all` also runs the tests that are too long for every day.
 #
 # PYTHON     the interpreter the environment is made from (3.11 or newer)
 # PIP_FLAGS  passed to pip, for example an index that holds the CPU build of torch
@@ -13,13 +14,22 @@ TESTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+MORE := $(VENV)/.integrations
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
 .DEFAULT_GOAL := test
-.PHONY: test demo lint format clean
+.PHONY: test test-all test-rest demo lint format clean
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) $(TESTS)
+
+test-all: test
+	$(MAKE) test-rest
+
+# What `make test` leaves out: tests marked slow, and random networks by the hundred. The plugin of hypothesis marks its
+# tests by its name.
+test-rest: $(MORE)
+	$(BIN)/python -m pytest -n $(JOBS) -m 'slow or hypothesis' --hypothesis-profile=many
 
 demo: $(READY)
 	$(BIN)/gspace demo
@@ -43,4 +53,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools torch
 	$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(MORE): $(READY)
+	$(PIP) --no-build-isolation --editable '.[dev,integrations]'
 	@touch $@

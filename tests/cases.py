@@ -5,11 +5,12 @@ n normalized channels. Exact units of a network with BatchNorm are written by γ
 BatchNorm reads; in the paper's count BatchNorm is not there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+import pytest
 from torch import nn
 
 import zoo
@@ -336,3 +337,8 @@ CASES = (
     # 4 + 8 + 4; m = (4·9 + 4) + (8·4 + 8) + (4·4 + 4) + (16·2 + 2) = 134; − 16 = 118
     Case("separable", zoo.separable, ((2, 5, 5),), H=16, dim=118, H_paper=16, lost=0),
 )
+
+
+def slow_above(dim: int, cases: Iterable[Case] = CASES) -> list[Any]:
+    """Parameters of a test for which larger networks are slow; smaller ones of the same kind stand for them."""
+    return [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.dim > dim else []) for case in cases]

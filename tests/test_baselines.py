@@ -22,6 +22,7 @@ from gspace.skeleton import init_skeleton_
 from invariance import analyze, build, draw_inputs, randomize_
 from parts import Net
 from test_norms import small
+from turns import turns
 from unrolled import SMALL, Small, enumerated
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -139,10 +140,10 @@ def test_a_head_that_only_training_runs_is_trained_by_plain_sgd() -> None:
 CASES_BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", "mlp-bn", "conv1d", "inception", "residual-tie", "resnet-small-tie", "embedding"]
-)
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"interval": 4}], ids=["plain", "momentum", "interval"])
+COMMUTING = ["mlp", "mlp-bn", "conv1d", "inception", "residual-tie", "resnet-small-tie", "embedding"]
+
+
+@turns("name, options", COMMUTING, [{}, {"momentum": 0.9}, {"interval": 4}])
 def test_the_update_commutes_with_rescaling(name: str, options: dict[str, Any]) -> None:
     """Twenty steps in float64. SGD beside it shows that the test can fail."""
     case = CASES_BY_NAME[name]

@@ -24,6 +24,7 @@ from gspace import paths, statements
 from gspace.coordinates import coordinates
 from gspace.devices import on_cpu
 from test_kernels import foreach_way, native_way, triton_way
+from turns import turns
 
 
 def conv_net() -> nn.Module:
@@ -189,7 +190,7 @@ FUNCTIONS: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@turns("name, problem", FUNCTIONS, MODELS, indirect=["problem"])
 def test_a_function_gives_the_same(name: str, problem: tuple[nn.Module, Tensor, Tensor]) -> None:
     assert_unmoved(FUNCTIONS[name], problem)
 
@@ -271,7 +272,7 @@ def train(optimizer: Any, m: nn.Module, x: Tensor, y: Tensor, steps: int) -> lis
     return losses
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@turns("name, problem", OPTIMIZERS, MODELS, indirect=["problem"])
 def test_a_training_is_the_same(name: str, problem: tuple[nn.Module, Tensor, Tensor]) -> None:
     """Three steps; a state that is saved and loaded into a new optimizer; one step more."""
 
@@ -393,7 +394,7 @@ def test_on_cpu_adds_no_context_where_the_default_is_the_cpu() -> None:
         assert contexts() == 1
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@turns("name, problem", OPTIMIZERS, MODELS, indirect=["problem"])
 def test_a_step_does_not_ask_for_the_default_device(
     name: str, problem: tuple[nn.Module, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,7 @@ def test_two_projections_give_one_trajectory() -> None:
     assert float((runs[0][1] - runs[1][1]).abs().max()) > 1e-3, "the two projections gave the same weights"
 
 
-@pytest.mark.parametrize("case", [c for c in cases.CASES if c.H], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cases.slow_above(12_000, [c for c in cases.CASES if c.H]))
 def test_construction_changes_nothing(case: Any) -> None:
     """GSGD never changes the function it is given: not a bit of any parameter, on every network of the zoo."""
     model = case.build()

@@ -2,6 +2,7 @@
 
 Without a GPU the Triton kernels run in Triton's interpreter, with tiles so small that every edge of a matrix is met.
 What they read, the tables, they share with the compiled step for CPUs, which runs on every architecture of the zoo.
+A step in the interpreter takes a second: there networks and options take turns, and all of their pairs are slow tests.
 """
 
 import copy
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 
 import gspace
 import zoo
-from cases import CASES, Case
+from cases import CASES, Case, slow_above
 from gspace import fast
 from gspace.fast import native
 from gspace.fast.tables import Tile, as_matrix
+from turns import turns
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Tile(rows=4, width=16, loops=2, warps=4)
@@ -132,6 +134,7 @@ def build(
 
 WITH_UNITS = [case for case in CASES if case.H_paper and not case.example]
 by_name = pytest.mark.parametrize("case", WITH_UNITS, ids=lambda case: case.name)
+by_size = pytest.mark.parametrize("case", slow_above(12_000, WITH_UNITS))
 
 
 def check_architecture(case: Case, way: str, name: str, layout: torch.memory_format) -> None:
@@ -140,7 +143,7 @@ def check_architecture(case: Case, way: str, name: str, layout: torch.memory_for
     assert_equal(definition, optimizer)
 
 
-@by_name
+@by_size
 def test_every_architecture(case: Case) -> None:
     """Options and layouts take turns."""
     turn = WITH_UNITS.index(case)
@@ -180,19 +183,33 @@ def convolutional() -> nn.Sequential:
 
 def wide_rows() -> nn.Sequential:
     """Several chunks in each direction."""
-    return nn.Sequential(nn.Linear(40, 20), nn.ReLU(), nn.Linear(20, 36), nn.ReLU(), nn.Linear(36, 3, bias=False))
+    return nn.Sequential(nn.Linear(20, 9), nn.ReLU(), nn.Linear(9, 18), nn.ReLU(), nn.Linear(18, 3, bias=False))
 
 
 NETWORKS = {
     "transposed": (transposed, (2, 6, 6)),
     "convolutional": (convolutional, (3, 8, 8)),
-    "wide": (wide_rows, (40,)),
+    "wide": (wide_rows, (20,)),
     "unequal": (partial(zoo.mlp, 4, 6, 2, 5, 3), (4,)),
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("network", NETWORKS)
+# Every option once, every network, and BatchNorm with the options that treat it in their own way.
+TURNS = {
+    ("convolutional", "paper"),
+    ("transposed", "spread"),
+    ("transposed", "clip"),
+    ("wide", "decay"),
+    ("unequal", "plain"),
+    ("unequal", "dampening"),
+}
+BY_TURNS = [
+    pytest.param(network, options, marks=[] if (network, options) in TURNS else pytest.mark.slow)
+    for network, options in itertools.product(NETWORKS, OPTIONS)
+]
+
+
+@pytest.mark.parametrize(("network", "options"), BY_TURNS)
 def test_triton(network: str, options: str) -> None:
     make, shape = NETWORKS[network]
     torch.manual_seed(0)
@@ -203,14 +220,11 @@ def test_triton(network: str, options: str) -> None:
     assert_equal(definition, optimizer)
 
 
-ON_CPU = [
-    (network, options, way)
-    for network, options, way in itertools.product(NETWORKS, OPTIONS, WAYS)
-    if way != "triton" and not (way == "foreach" and options in ONLY_TABLES)
-]
+def on_cpu(network: str, options: str, way: str) -> bool:
+    return way != "triton" and not (way == "foreach" and options in ONLY_TABLES)
 
 
-@pytest.mark.parametrize(("network", "options", "way"), ON_CPU)
+@turns("network, options, way", NETWORKS, OPTIONS, WAYS, allowed=on_cpu)
 def test_on_a_cpu(network: str, options: str, way: str) -> None:
     make, shape = NETWORKS[network]
     torch.manual_seed(0)
@@ -266,7 +280,7 @@ def normalized() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-@pytest.mark.parametrize("way", ["native", "foreach", "triton", "compiled"])
+@pytest.mark.parametrize("way", ["native", "foreach", "compiled", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
 def test_a_hundred_recorded_gradients(way: str, dtype: torch.dtype, rtol: float) -> None:
     torch.manual_seed(0)
@@ -453,8 +467,7 @@ def test_what_is_left_to_the_definition_is_checked_too(where: str, options: dict
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("of", [0, 1])
+@pytest.mark.parametrize(("of", "momentum"), [(0, 0.9), (1, 0.0)])
 def test_groups_that_differ_in_maximize(of: int, momentum: float, way: str) -> None:
     torch.manual_seed(0)
     model = wide_rows().to(DEVICE if way == "triton" else "cpu", torch.float64)
@@ -517,7 +530,9 @@ def test_recorded_launches_notice_what_changes(name: str, monkeypatch: pytest.Mo
 
     if DEVICE.type == "cpu":
         monkeypatch.setattr(launch.FusedStep, "_launch", remembered)
-    definition, optimizer = make("triton", max_path_grad_norm=0.1 if name == "rates" else None)
+    torch.manual_seed(0)
+    clip = 0.1 if name == "rates" else None
+    definition, optimizer = pair(zoo.mlp(3, 4, 2).to(DEVICE, torch.float64), triton_way, max_path_grad_norm=clip)
     for p in optimizer.model.parameters():
         p.grad = torch.zeros_like(p)  # gradients stay where they are
     replays = 0

@@ -1,5 +1,6 @@
 """The training loop: against a loop written out, resumed bit for bit, killed, stacked, shared, captured."""
 
+import importlib
 import json
 import math
 import os
@@ -285,7 +286,7 @@ def test_progress_reports_every_point_of_the_curve(tmp_path: Path) -> None:
 
 
 def assert_tensorboard_has_the_curve(folder: Path) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(folder / "tensorboard"), size_guidance={reader.SCALARS: 0})
     events.Reload()
     lines = read_run(folder).metrics
@@ -298,8 +299,8 @@ def assert_tensorboard_has_the_curve(folder: Path) -> None:
         assert [point.value for point in points] == pytest.approx([line[name] for line in lines], rel=1e-7)
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_the_curve(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     recipes = [SMALL.but(seed=seed) for seed in range(2)]
     train(recipes[0], tmp_path / "alone", engine=Engine(tensorboard=True))
     train_many(recipes, tmp_path / "stack", engine=Engine(tensorboard=True))
@@ -307,9 +308,8 @@ def test_tensorboard_shows_the_curve(tmp_path: Path) -> None:
         assert_tensorboard_has_the_curve(tmp_path / out / recipe.folder)
 
 
+@pytest.mark.slow
 def test_a_continued_run_has_no_point_twice_in_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
-
     def fail(progress: Progress) -> None:
         if progress.iteration > 14:
             raise KeyboardInterrupt
@@ -503,6 +503,7 @@ print(len(reached))
 """
 
 
+@pytest.mark.slow
 def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
     recipe = Recipe(iterations=12_000, batch_size=32, hidden=(16,), eval_every=100, momentum=0.9, lr=0.01, test_size=50)
     command = [sys.executable, "-c", KILLED, str(tmp_path / "a"), json.dumps(recipe.to_dict())]
@@ -543,7 +544,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_a_signal_stops_the_run_with_a_checkpoint_and_its_exit_code(tmp_path: Path, signum: int) -> None:
     process = start(tmp_path, [LONG])
     folder = tmp_path / "runs" / LONG.folder
@@ -600,8 +603,7 @@ def test_a_signal_that_is_no_time_limit_keeps_its_name(tmp_path: Path) -> None:
         train(SMALL, tmp_path, stop=lambda: signal.SIGALRM)
 
 
-@pytest.mark.parametrize("held", [0, 1, 2])
-@pytest.mark.parametrize("base", [SMALL, CNN], ids=["stacked", "single"])
+@pytest.mark.parametrize(("base", "held"), [(SMALL, 0), (CNN, 1), (SMALL, 2)], ids=["stacked", "single", "last"])
 def test_what_others_hold_is_left_and_the_rest_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], base: Recipe, held: int
 ) -> None:
@@ -641,11 +643,13 @@ def test_the_exit_code_of_a_list(tally: queue.Tally, shared: bool, code: int) ->
 
 
 def test_two_processes_share_a_queue(tmp_path: Path) -> None:
-    quick = CNN.but(iterations=150, eval_every=150)
-    recipes = [quick.but(seed=seed) for seed in range(4)] + [SMALL.but(seed=seed) for seed in range(3)]
-    workers = [start(tmp_path, recipes) for _ in range(2)]
-    outputs = [worker.communicate(timeout=240) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    quick = CNN.but(iterations=60, eval_every=60)
+    recipes = [quick.but(seed=seed) for seed in range(3)] + [SMALL.but(seed=seed) for seed in range(3)]
+    other = start(tmp_path, recipes)
+    wait_for(lambda: (tmp_path / "runs" / recipes[0].folder).exists())
+    assert cli.main(arguments(tmp_path, recipes)) == 0
+    output = other.communicate(timeout=240)
+    assert other.returncode == 0, output
     for recipe in recipes:
         record = read_run(tmp_path / "runs" / recipe.folder)
         assert record.summary is not None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dense
 import gspace
 import zoo
-from cases import CASES, Case
+from cases import CASES, Case, slow_above
 from gspace.coordinates import coordinates, displaced, path_values, unflatten
 from gspace.graph.operations import FUNCTIONS
 from gspace.graph.traced import Traced
@@ -97,7 +97,7 @@ def test_gradients_of_the_path_norm_match_finite_differences() -> None:
             torch.testing.assert_close(slope, (grad * direction).sum(), rtol=1e-6, atol=1e-8)  # central differences
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_above(12_000))
 def test_path_norm_does_not_change_under_rescaling(case: Case) -> None:
     model, analysis = build(case), analyze(case)
     inputs = draw_inputs(case, 0, torch.float64, batch=2)

@@ -10,7 +10,8 @@ import torch
 from torch.optim import lr_scheduler as S
 from torch.optim.swa_utils import SWALR
 
-from contract import Kind, Net, assert_same, backward, batches, kinds, moved, train, values
+from contract import KINDS, Kind, Net, assert_same, backward, batches, kinds, moved, train, values
+from turns import turns
 
 STEPS = 9
 
@@ -45,8 +46,7 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-@kinds
+@turns("kind, name", KINDS, SCHEDULERS)
 def test_schedules(kind: Kind, name: str) -> None:
     """The schedule is torch's, and a step uses what it says: by hand the same values give the same weights."""
     one, two, three = Net(), Net(), Net()

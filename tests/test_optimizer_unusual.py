@@ -87,7 +87,7 @@ def test_momentum_switched_for_one_of_two_groups(way: str, switches: dict[int, t
 @gspace_kinds
 def test_a_weight_assigned_twice_is_noticed(kind: Kind) -> None:
     """The second may come to lie where the weight lay before."""
-    for _ in range(10):
+    for _ in range(4):
         one, two = chain(), chain()
         first, second = kind.make(one), kind.make(two)
         train(one, first, batches(2))

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from dense import BY_NAME, SMALL, Explicit, OnPaths, Small, explicit, scaled, sg
 from gspace import paths as P
 from gspace import statements as S
 from gspace.skeleton import build_skeleton, path_products, skeleton_values
+from turns import turns
 
 STEP = {"rtol": 1e-10, "atol": 1e-13}
 networks = pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -211,7 +212,6 @@ class Drawn(nn.Module):
 LAYER = st.tuples(st.sampled_from(["plain", "residual", "concat"]), st.integers(1, 3))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.lists(LAYER, max_size=3), st.booleans(), st.sampled_from(["pin", "tie"])
 )
@@ -288,11 +288,9 @@ OPTIMIZERS = {
 }
 
 
-@networks
-@pytest.mark.parametrize("options", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-@pytest.mark.parametrize("reference", ["one", "given"])
-def test_dense_and_autograd_steps_agree(case: Small, options: dict[str, object], reference: str) -> None:
-    net = explicit(case)
+@turns("case, rule, reference", SMALL, OPTIMIZERS, ["one", "given"])
+def test_dense_and_autograd_steps_agree(case: Small, rule: str, reference: str) -> None:
+    net, options = explicit(case), OPTIMIZERS[rule]
     k = references(net)[reference]
     dense = by_autograd = net.weights
     updates = [OnPaths(net.basis, lr=1e-3, **options) for _ in range(2)]

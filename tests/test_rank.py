@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cases import CASES, Case
+from cases import CASES, Case, slow_above
 from invariance import build, draw_inputs
 
 POINTS = 4
@@ -61,7 +61,7 @@ def numerical_rank(case: Case, seed: int) -> int:
     return int((singular > 1e-11 * singular[0]).sum())
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_above(500, SMALL))
 def test_rank_of_the_jacobian_is_the_dimension(case: Case) -> None:
     """The rank is that of a point in general position: the best of a few, since a unit may be dead at one of them."""
     assert case.lost is not None

@@ -19,12 +19,14 @@ from gspace.coordinates import coordinates, off_skeleton
 
 pytest.importorskip("matplotlib")
 
+from gspace.lab import reproduce
 from gspace.lab.archive import read_records
 from gspace.lab.cli import main
 from gspace.lab.document import markdown
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.figures import save
 from gspace.lab.models import build_model
+from gspace.lab.record import Record
 from gspace.lab.report import assemble
 
 ROOT = Path(__file__).parents[1]
@@ -34,8 +36,12 @@ BLOCK = re.compile(r"<!-- gspace report results/runs -->\n(.*?)\n<!-- end -->", 
 
 
 @pytest.fixture(scope="module")
-def report() -> str:
-    records = read_records([ROOT / "results" / "runs"])
+def records() -> list[Record]:
+    return read_records([ROOT / "results" / "runs"])
+
+
+@pytest.fixture(scope="module")
+def report(records: list[Record]) -> str:
     return markdown(assemble(records, list(EXPERIMENTS.values()), COMMAND, COUNTING), "figures")
 
 
@@ -61,9 +67,9 @@ def foreign_tables(text: str, report: str) -> list[str]:
     return [block for block in BLOCK.findall(text) if not known(rows_of(block))]
 
 
-def test_every_record_is_of_one_run() -> None:
+def test_every_record_is_of_one_run(records: list[Record]) -> None:
     """Its curve ends where its summary says, and its file has the name of its recipe."""
-    for record in read_records([ROOT / "results" / "runs"]):
+    for record in records:
         assert record.summary is not None
         assert record.folder.stem == record.recipe.folder
         assert record.summary["identity"] in record.recipe.folder
@@ -95,9 +101,11 @@ def test_a_table_of_results_cannot_stand_in_the_readme_unmarked() -> None:
 
 
 def test_the_commands_of_what_is_missing_list_as_many_runs(
-    report: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    report: str, records: list[Record], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
+    asked = []
+    monkeypatch.setattr(reproduce, "read_records", lambda paths: asked.append(paths) or records)  # read once
     rows = [line.split(" | ") for line in report.split("## Missing")[1].split("\n## ")[0].splitlines() if "`" in line]
     assert len(rows) > 10
     for _, command, which, count, _ in rows:
@@ -105,6 +113,7 @@ def test_the_commands_of_what_is_missing_list_as_many_runs(
         left = re.findall(r"^left: (\d+) runs|^decided by these: (\d+) more", capsys.readouterr().out, re.MULTILINE)
         assert sum(int(a or b) for a, b in left) == int(count), command
         assert sum(int(part.split()[0]) for part in which.split(", ")) == int(count), command
+    assert asked == [[Path("results/runs")]] * len(rows)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/fidelity.md"])
@@ -276,7 +285,7 @@ def test_every_planted_bug_still_has_its_line(monkeypatch: pytest.MonkeyPatch) -
 
 def test_iterations_of_convolutions_are_timed_with_every_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     sections = benchmark("step.sections", monkeypatch)
-    small = sections.Network(partial(build_model, "plain-34", (3, 8, 8), 10, width=4), (3, 8, 8), 2)
+    small = sections.Network(partial(build_model, "plain-10", (3, 8, 8), 10, width=4), (3, 8, 8), 2)
     monkeypatch.setattr(sections, "NETWORKS", {"small": small})
     groups = list(sections.iterations(sections.Setting("cpu", repeats=2, networks=["small"])))
     timed = {(row.optimizer, row.momentum) for rows in groups for row in rows}

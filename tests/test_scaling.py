@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import gspace
-from cases import CASES
+from cases import CASES, Case, slow_above
 from gspace import balance
 from invariance import analyze, build, draw_inputs, outputs, relative_change
 from test_zoo import BY_NAME, analysis
 from zoo import mlp
 
-SMALL = [case.name for case in CASES if case.H and case.dim < 12_000]
-with_units = pytest.mark.parametrize("name", [case.name for case in CASES if case.H])
-small = pytest.mark.parametrize("name", SMALL)
+with_units = pytest.mark.parametrize("case", slow_above(12_000, [case for case in CASES if case.H]))
+small = pytest.mark.parametrize("case", slow_above(1_000, [case for case in CASES if case.H and case.dim < 12_000]))
 
 
 def rescaled(model: nn.Module, found: gspace.Analysis, seed: int) -> tuple[nn.Module, gspace.Scales]:
@@ -38,9 +37,9 @@ def assert_same_weights(a: nn.Module, b: nn.Module, tolerance: float) -> None:
 
 
 @small
-def test_rescaling_is_a_group_action(name: str) -> None:
+def test_rescaling_is_a_group_action(case: Case) -> None:
     """g_a(g_b(w)) = g_(a·b)(w), g_1(w) = w, and the inverse undoes; a product of two factors rounds twice, 1e-15."""
-    found, model = analysis(name), build(BY_NAME[name])
+    found, model = analysis(case.name), build(case)
     once, a = rescaled(model, found, 1)
     twice, b = rescaled(once, found, 2)
     assert_same_weights(twice, gspace.rescale_(copy.deepcopy(model), b @ a, analysis=found), 1e-14)
@@ -143,9 +142,9 @@ def norms(model: nn.Module, found: gspace.Analysis) -> tuple[Tensor, Tensor]:
 
 
 @with_units
-def test_balance_makes_incoming_and_outgoing_norms_equal(name: str) -> None:
+def test_balance_makes_incoming_and_outgoing_norms_equal(case: Case) -> None:
     """To 1e-6 at every unit with weights on both sides, and the function stays (the limit of test_zoo)."""
-    case, found = BY_NAME[name], analysis(name)
+    found = analysis(case.name)
     model, inputs = build(case), draw_inputs(case, 1, torch.float64)
     before = outputs(model, inputs, training=False)
     gspace.balance_(model, analysis=found)
@@ -157,9 +156,9 @@ def test_balance_makes_incoming_and_outgoing_norms_equal(name: str) -> None:
 
 
 @with_units
-def test_balance_is_idempotent_and_forgets_the_scales(name: str) -> None:
+def test_balance_is_idempotent_and_forgets_the_scales(case: Case) -> None:
     """One representative for the whole orbit, 1e-9 in float64."""
-    found, model = analysis(name), build(BY_NAME[name])
+    found, model = analysis(case.name), build(case)
     other, _ = rescaled(model, found, 3)
     gspace.balance_(model, analysis=found)
     gspace.balance_(other, analysis=found)
@@ -230,8 +229,8 @@ def test_balance_leaves_units_that_no_path_meets() -> None:
 
 
 @with_units
-def test_a_rescaled_copy_is_equivalent_and_its_scales_are_found(name: str) -> None:
-    found, model = analysis(name), build(BY_NAME[name])
+def test_a_rescaled_copy_is_equivalent_and_its_scales_are_found(case: Case) -> None:
+    found, model = analysis(case.name), build(case)
     other, scales = rescaled(model, found, 4)
     answer = gspace.are_equivalent(model, other, analysis=found)
     assert answer, answer.reason
@@ -252,9 +251,9 @@ def test_rescaled_absorbed_rows_are_equivalent_only_if_allowed() -> None:
 
 
 @small
-def test_one_changed_weight_refutes_equivalence(name: str) -> None:
+def test_one_changed_weight_refutes_equivalence(case: Case) -> None:
     """Every parameter in turn: its last entry, off by a hundredth, is seen after rescaling."""
-    found, model = analysis(name), build(BY_NAME[name])
+    found, model = analysis(case.name), build(case)
     for parameter_name, _ in model.named_parameters():
         other, _ = rescaled(model, found, 5)
         with torch.no_grad():

@@ -10,6 +10,7 @@ import dense
 import gspace
 from gspace.balance import balanced_log_scales
 from gspace.paths import Basis, autograd_step, dense_step, reference_values, skeleton_products
+from turns import turns
 
 INF = float("inf")
 # Both guards off: the definition has none.
@@ -52,10 +53,7 @@ def _set_grads(model: nn.Module, basis: Basis, grad: Tensor) -> None:
         parameters[name].grad = value.clone()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reference", ["one", "balanced"])
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("small", dense.SMALL, ids=lambda c: c.name)
+@turns("small, option, reference, way", dense.SMALL, OPTIONS, ["one", "balanced"], WAYS)
 def test_gsgd_is_sgd_on_path_values(small: dense.Small, option: str, reference: str, way: str) -> None:
     """20 steps (float64, rtol 1e-10) agree with the dense solve and with autograd on v.
 

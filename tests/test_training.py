@@ -1,6 +1,10 @@
-"""Whether networks train: BatchNorm under both rules, a chain through 34 layers, usual initialisations."""
+"""Whether networks train: BatchNorm under both rules, a chain through 34 layers, usual initialisations.
+
+By default networks, rules and rates take turns and the chain is short; the rest are slow tests.
+"""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +18,10 @@ import zoo
 datasets = pytest.importorskip("sklearn.datasets", reason="the bundled digits come with scikit-learn")
 
 
+slow = pytest.mark.slow
+
+
+@cache
 def _digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     bunch = datasets.load_digits()
     order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(0))
@@ -61,8 +69,15 @@ def _plain() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
-@pytest.mark.parametrize("rule", ["released", "paper"])
-@pytest.mark.parametrize("build", [_plain, Residual], ids=["plain", "residual"])
+@pytest.mark.parametrize(
+    ("build", "rule"),
+    [
+        (_plain, "released"),
+        (Residual, "paper"),
+        pytest.param(_plain, "paper", marks=slow),
+        pytest.param(Residual, "released", marks=slow),
+    ],
+)
 def test_batch_norm_networks_learn_from_scratch(build: Callable[[], nn.Module], rule: Any) -> None:
     """Chance is 90 % error."""
     torch.manual_seed(0)
@@ -70,19 +85,22 @@ def test_batch_norm_networks_learn_from_scratch(build: Callable[[], nn.Module], 
     assert _error(model, gspace.GSGD(model, 0.5, batch_norm=rule), steps=200, seed=0) < 15
 
 
-@pytest.mark.parametrize("rule", ["released", "paper"])
-def test_a_chain_through_34_layers_does_not_blow_up(rule: Any) -> None:
-    """Default guards: Ĩ of every unit stays in [0.1, 10] over 500 steps and the loss falls.
+@pytest.mark.parametrize(
+    ("rule", "steps"),
+    [("paper", 150), pytest.param("paper", 500, marks=slow), pytest.param("released", 500, marks=slow)],
+)
+def test_a_chain_through_34_layers_does_not_blow_up(rule: Any, steps: int) -> None:
+    """Default guards: Ĩ of every unit stays in [0.1, 10] and the loss falls.
 
-    Without guards Ĩ leaves [10⁻², 10²] within 300 steps of the same run, as the test below shows.
+    Without guards Ĩ leaves [10⁻², 10²] within 50 steps of the same run, as the test below shows.
     """
-    losses, spread = _chain(rule, 500)
+    losses, spread = _chain(rule, steps)
     assert spread <= 10
     assert sum(losses[-50:]) < 0.9 * sum(losses[:50])
 
 
 def test_without_guards_it_does() -> None:
-    _, spread = _chain("paper", 150, max_ratio=float("inf"), max_drift=float("inf"))
+    _, spread = _chain("paper", 50, max_ratio=float("inf"), max_drift=float("inf"))
     assert spread > 100
 
 
@@ -127,9 +145,11 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("lr", [0.05, 0.2])
-@pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS)
-def test_usual_initialisations_train_as_well_as_with_sgd(build: Callable[[], nn.Module], lr: float) -> None:
+@pytest.mark.parametrize(
+    ("network", "lr"),
+    [("mlp", 0.2), ("cnn", 0.05), pytest.param("mlp", 0.05, marks=slow), pytest.param("cnn", 0.2, marks=slow)],
+)
+def test_usual_initialisations_train_as_well_as_with_sgd(network: str, lr: float) -> None:
     """n = 5, same rate, no `init_skeleton_`: mean error at most SGD's plus two standard errors of the difference."""
     errors: dict[str, list[float]] = {"sgd": [], "gsgd": []}
     for seed in range(5):
@@ -137,7 +157,7 @@ def test_usual_initialisations_train_as_well_as_with_sgd(build: Callable[[], nn.
             ("sgd", lambda m: torch.optim.SGD(m.parameters(), lr)),
             ("gsgd", lambda m: gspace.GSGD(m, lr)),
         ):
-            model = _he(build, seed)
+            model = _he(NETWORKS[network], seed)
             errors[name].append(_error(model, make(model), steps=150, seed=seed))
     sgd, ours = (torch.tensor(errors[name]) for name in ("sgd", "gsgd"))
     noise = ((sgd.var() + ours.var()) / 5).sqrt()
