@@ -20,6 +20,8 @@ def page(document: Document) -> str:
     first = 0
     body = [f"<h1>{_text(document.title)}</h1>", *_paragraphs(document.text), _contents(document.sections)]
     body.append(f"<p>Written by {_code(document.command)}.</p>")
+    for table in document.summary:
+        body += [f"<h2>{_text(table.title)}</h2>", *_paragraphs(filter(None, [table.note])), _table(table)]
     for section in document.sections:
         body += _section(section, first)
         first += len(section.panels)
