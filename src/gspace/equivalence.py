@@ -117,7 +117,7 @@ def _balance(found: Analysis, weights: dict[str, Tensor]) -> Tensor:
     sizes = {e.name: magnitude(weights[e.name].detach()).cpu() for e in found.edges}
     if all(bool(w.isfinite().all()) for w in sizes.values()):
         return found.log_scales(balanced(found, sizes)).exp()
-    return found.log_scales(torch.zeros(1 + found.H + found.H_absorbed, dtype=torch.float64)).exp()
+    return found.log_scales(torch.zeros(1 + found.H + found.H_absorbed, dtype=torch.float64, device="cpu")).exp()
 
 
 @on_cpu

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, analyzed
 from gspace.arguments import require_seen, require_values
 from gspace.balance import balanced_log_scales, conjugate_gradients, squares
+from gspace.devices import on_cpu
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +162,7 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
     return Scales(log[1:].exp())
 
 
+@on_cpu
 def balanced(found: Analysis, weights: Mapping[str, Tensor], absorbed: bool = True) -> Tensor:
     """Log-scales of ground and units that balance these weights; absorbed units stay at 0 unless `absorbed`."""
     n = 1 + found.H + found.H_absorbed

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gspace.analysis.forward import Inputs, TraceError
 
 ROWS = 2  # of a guessed batch: BatchNorm needs more than one
-SIDES = (32, 28, 64, 16, 8, 29, 96, 224, 48, 5, 4, 299)
+SIDES = (32, 28, 64, 16, 8, 29, 224, 96, 48, 4, 5, 6, 7, 9, 10, 12, 14, 20, 24, 299)
 TOKENS = (16, 7)
 
 
@@ -45,18 +45,20 @@ def redrawn(example: Inputs, generator: torch.Generator) -> Inputs:
         if t.is_meta or not t.numel():
             return t
         if t.is_floating_point():
-            return torch.randn(t.shape, generator=generator).to(t)
+            return torch.randn(t.shape, generator=generator, device="cpu").to(t)
         if t.dtype == torch.bool or int(t.max()) <= 1:
             return t
-        return torch.randint(int(t.min()), int(t.max()) + 1, t.shape, generator=generator).to(t)
+        return torch.randint(int(t.min()), int(t.max()) + 1, t.shape, generator=generator, device="cpu").to(t)
 
     return tree_map_only(Tensor, draw, _plain(example))
 
 
 def guesses(model: nn.Module) -> Iterator[Inputs]:
     """Inputs that a model may accept, likely ones first."""
-    like = next((p for p in model.parameters() if p.is_floating_point() or p.is_complex()), torch.empty(0))
-    generator = torch.Generator().manual_seed(0)
+    like = next(
+        (p for p in model.parameters() if p.is_floating_point() or p.is_complex()), torch.empty(0, device="cpu")
+    )
+    drawn: Any = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
     required = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
     count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required)
 
@@ -68,8 +70,7 @@ def guesses(model: nn.Module) -> Iterator[Inputs]:
         yield tree_map_only(Tensor, fitted, dict(offered))
     for shape, below in _shapes(model):
         draws = [
-            torch.randint(below, shape, generator=generator) if below else torch.randn(shape, generator=generator)
-            for _ in range(max(count, 1))
+            torch.randint(below, shape, **drawn) if below else torch.randn(shape, **drawn) for _ in range(max(count, 1))
         ]
         yield tuple(map(fitted, draws))
 

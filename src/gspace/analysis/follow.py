@@ -218,7 +218,12 @@ class Follow(TorchDispatchMode):
     # The run ----------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # nodes are on the CPU, whatever the default device, and nobody's business
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, writes, is_view = facts(func)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         result: Any = None
@@ -244,7 +249,7 @@ class Follow(TorchDispatchMode):
         """Follows a function as one operation, whatever it is made of."""
         self.operation = name
         bound = {**dict(zip(ARGUMENTS[name], args, strict=False)), **kwargs}
-        with _disable_current_modes():
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
             nodes = self.rules[name](self, Call(name, func, bound))
             out = func(*args, **kwargs)
             self._assign(out, nodes[0] if isinstance(nodes, list) else nodes)
@@ -296,7 +301,7 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in self.ESCAPES and args and isinstance(args[0], Tensor) and args[0] in self.follow.memory:
-            with _disable_current_modes():
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
                 self.follow.pin(self.follow.content(args[0].detach()), "its values are read outside of torch", name)
         if name == "scaled_dot_product_attention":
             return self.follow.whole(name, func, args, kwargs)

@@ -17,7 +17,7 @@ from gspace.analysis.follow import Call, Follow, Nodes, Norm, Pinned
 from gspace.analysis.memory import Raw, key_of
 
 EPSILON = 1e-2  # a number below it that is added to a scaled value is an ε: without it, the scale would be exact
-ZERO = torch.tensor(GROUND)
+ZERO = torch.tensor(GROUND, device="cpu")
 
 
 def unknown(s: Follow, c: Call) -> Nodes:

@@ -68,7 +68,7 @@ def _run(task: Task, examples: Sequence[Inputs]) -> Follow:
         for training in task.modes:
             set_mode(task.model, training)
             _repeat(follow, task, example)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for _ in range(3):  # experts that no token went to
         if not unread(follow, task.model):
             break
@@ -130,7 +130,10 @@ def _repeat(follow: Follow, task: Task, example: Inputs) -> None:
         _once(follow, task, example)
         if follow.branches == tossed:
             return
-        before, free = free, int((follow.equations.find(torch.arange(follow.equations.count)) > 1).sum())
+        before, free = (
+            free,
+            int((follow.equations.parent == torch.arange(len(follow.equations.parent), device="cpu")).sum()),
+        )
         quiet = quiet + 1 if free == before else 0
         if quiet == QUIET:
             return
@@ -149,13 +152,14 @@ def _once(follow: Follow, task: Task, example: Inputs) -> None:
     except Exception as error:
         message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise TraceError(f"the model does not accept this example_input: {type(error).__name__}: {message}") from error
-    for t in tensors_in(out):
-        if t in follow.memory:
-            follow.pin(follow.ids(t), "an output of the model", "output")
-    statistics = set(follow.statistics)
-    for t in [*kept(model, before), *model.buffers()]:
-        if t in follow.memory and follow.depends_on_data(t) and key_of(t) not in statistics:
-            follow.pin(follow.ids(t), "kept in an attribute of the model", "attribute")
+    with torch._C.DisableTorchFunction():
+        for t in tensors_in(out):
+            if t in follow.memory:
+                follow.pin(follow.ids(t), "an output of the model", "output")
+        statistics = set(follow.statistics)
+        for t in [*kept(model, before), *model.buffers()]:
+            if t in follow.memory and follow.depends_on_data(t) and key_of(t) not in statistics:
+                follow.pin(follow.ids(t), "kept in an attribute of the model", "attribute")
 
 
 @contextmanager
@@ -170,7 +174,7 @@ def _named(follow: Follow, task: Task) -> Iterator[None]:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if module in names and follow.modules:
             if module in task.modules:
-                with _disable_current_modes():
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
                     for t in tensors_in(output):
                         if t in follow.memory:
                             follow.pin(follow.ids(t), "pinned on request", "pin")
