@@ -13,6 +13,7 @@ from gspace.analysis.forward import Inputs, TraceError
 ROWS = 2  # of a guessed batch: BatchNorm needs more than one
 SIDES = (32, 28, 64, 16, 8, 29, 224, 96, 48, 4, 5, 6, 7, 9, 10, 12, 14, 20, 24, 299)
 TOKENS = (16, 7)
+LAYERS = 3  # that a guess is made from
 
 
 def batches(example_input: Any) -> list[Inputs]:
@@ -76,22 +77,23 @@ def guesses(model: nn.Module) -> Iterator[Inputs]:
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Sizes of an input, by the first layer that has parameters; and below which number its integers lie, or 0."""
+    """Sizes of an input, by the first layers that have weights; and below which number its integers lie, or 0."""
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, Mapping) and "input_size" in config:
         yield (ROWS, *config["input_size"]), 0
-    layer: Any = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
-    if isinstance(layer, nn.Embedding):
-        yield from (((ROWS, n), layer.num_embeddings) for n in TOKENS)
-        return
-    rank = next((d for d in (1, 2, 3) if type(layer).__name__.endswith(f"{d}d")), 0)
-    channels = getattr(layer, "in_channels", getattr(layer, "num_features", None))
-    if rank and isinstance(channels, int):
-        yield from (((ROWS, channels, *[side] * rank), 0) for side in SIDES)
-    widths = [n for p in layer.parameters(recurse=False) for n in reversed(p.shape)] if layer is not None else []
-    for width in dict.fromkeys([getattr(layer, "in_features", 1), *widths]):
-        yield (ROWS, width), 0
-        yield (ROWS, TOKENS[-1], width), 0
+    layers: list[Any] = [m for m in model.modules() if any(p.numel() for p in m.parameters(recurse=False))]
+    for layer in layers[:LAYERS]:
+        if isinstance(layer, nn.Embedding):
+            yield from (((ROWS, n), layer.num_embeddings) for n in TOKENS)
+            continue
+        rank = next((d for d in (1, 2, 3) if type(layer).__name__.endswith(f"{d}d")), 0)
+        channels = getattr(layer, "in_channels", getattr(layer, "num_features", None))
+        if rank and isinstance(channels, int):
+            yield from (((ROWS, channels, *[side] * rank), 0) for side in SIDES)
+        widths = [n for p in layer.parameters(recurse=False) for n in reversed(p.shape) if n]
+        for width in dict.fromkeys([getattr(layer, "in_features", 1), *widths]):
+            yield (ROWS, width), 0
+            yield (ROWS, TOKENS[-1], width), 0
 
 
 def refusal(tried: list[tuple[Inputs, Exception]]) -> TraceError:

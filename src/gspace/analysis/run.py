@@ -130,10 +130,7 @@ def _repeat(follow: Follow, task: Task, example: Inputs) -> None:
         _once(follow, task, example)
         if follow.branches == tossed:
             return
-        before, free = (
-            free,
-            int((follow.equations.parent == torch.arange(len(follow.equations.parent), device="cpu")).sum()),
-        )
+        before, free = free, follow.weights.free()
         quiet = quiet + 1 if free == before else 0
         if quiet == QUIET:
             return

@@ -93,6 +93,11 @@ class Weights:
         self.use(Use(place, zero, zero, 0.0, pinned=True))
         return min([n for n in place.sizes if n > 1][:2], default=1)
 
+    def free(self) -> int:
+        """How many classes of nodes the uses touch."""
+        ends = [t.reshape(-1) for uses in self.uses.values() for use in uses for t in (use.head, use.tail)]
+        return len(self.equations.find(torch.cat(ends)).unique()) if ends else 0
+
     def _same(self, a: Tensor, b: Tensor) -> bool:
         (a,), (b,) = squash(self.equations.find(a)), squash(self.equations.find(b))
         return torch.equal(a, b) if a.dim() == b.dim() else torch.equal(a.reshape(-1), b.reshape(-1))
