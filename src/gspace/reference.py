@@ -54,17 +54,27 @@ def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> Products:
 
 
 @torch.no_grad()
+def entry_references(
+    skeleton: Skeleton, analysis: Analysis, weights: Mapping[str, Tensor], reference: Reference
+) -> Tensor:
+    """What in(u) and out(u) are divided by, `(2, H + 1)` float64: 1, or their values in the balanced representative.
+
+    There an edge is w·c(head)/c(tail): Ĩ = 1/c and Õ = c at first, both positive.
+    """
+    into, out = skeleton_values(skeleton, weights)
+    if reference == "one":
+        return torch.ones_like(torch.stack([into, out]))
+    x = _balanced_log_scales(skeleton, analysis, weights).to(into.device)
+    parent, child = skeleton.parent.to(x.device), skeleton.child.to(x.device)
+    return torch.stack([into * (x - x[parent]).exp(), out * (x[child] - x).exp()])
+
+
 def measure_reference(
     skeleton: Skeleton, analysis: Analysis, weights: Mapping[str, Tensor], reference: Reference
 ) -> Products:
     """I_ref and O_ref in the weights of now."""
-    (log_in, sign_in), (log_out, sign_out) = products(skeleton, weights)
-    if reference == "one":
-        nothing = torch.zeros_like(log_in), torch.ones_like(sign_in)
-        return nothing, nothing
-    # In the balanced representative I(u) is I(u)·c(u) and O(u) is O(u)/c(u): Ĩ = 1/c, Õ = c, both positive.
-    shift = _balanced_log_scales(skeleton, analysis, weights)
-    return (log_in + shift, sign_in), (log_out - shift, sign_out)
+    into, out = entry_references(skeleton, analysis, weights, reference)
+    return path_products(into, skeleton.parent), path_products(out, skeleton.child)
 
 
 @on_cpu
@@ -78,18 +88,3 @@ def _balanced_log_scales(skeleton: Skeleton, analysis: Analysis, weights: Mappin
     found = balanced_log_scales(edges, weights, len(number), fixed)
     units = number.argsort()[-skeleton.H - 1 :]  # one of those that are ground, then each unit of the skeleton
     return torch.where(number[units].to(found.device) > 0, found[units.to(found.device)], 0)
-
-
-def are_others(before: Tensor, now: Tensor, max_drift: float) -> bool:
-    """Whether the values of skeleton paths, which no rescaling changes, are those of another network than before.
-
-    Others may adjust weights, but take no path farther than a guard and a factor of 2 let it go. False where a value
-    is 0 or not finite.
-    """
-    ratio = now / before.to(now)
-    if not bool(((now * ratio).isfinite() & (now != 0)).all()):
-        return False
-    rounding = torch.finfo(now.dtype).eps ** 0.5
-    size, most = now.abs(), FAR * max_drift
-    adrift = (size > most) & (ratio.abs() > 1 + rounding) | (size * most < 1) & (ratio.abs() < 1 - rounding)
-    return bool(((ratio < 1 / FAR) | (ratio > FAR) | adrift).any())

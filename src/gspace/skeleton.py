@@ -11,9 +11,9 @@ paper letter for letter (axes here are (out, in), there (in, out)).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from gspace.graph import analyzed
 Choice = Literal["aligned", "pivoted"]
 Side = Literal["head", "tail"]
 SIDES: tuple[Side, Side] = ("head", "tail")
+NOT_TRAINED = "touch a parameter that is not trained (frozen, or not in params=)"
 ONLY_ZEROS = "have skeleton weights of 0 (in the first weight that writes them or the last that reads them)"
 
 
@@ -90,13 +91,8 @@ def build_skeleton(
     score = _balanced_size(edges, weights, n) if choice == "pivoted" else None
     in_index, in_size, parent = _pick(edges, weights, live, in_edge, "head", score)
     out_index, out_size, child = _pick(edges, weights, live, out_edge, "tail", score)
-
-    frozen = torch.zeros(n, dtype=torch.bool)
-    for e in edges:
-        if e.name not in trained:
-            frozen[e.head.reshape(-1)] = frozen[e.tail.reshape(-1)] = True
     reasons = {
-        "touch a parameter that is not trained": frozen,
+        NOT_TRAINED: ~trained_units(edges, trained, n),
         "lie on no path from input to output": ~live,
         ONLY_ZEROS: (in_size == 0) | (out_size == 0),
     }
@@ -107,22 +103,54 @@ def build_skeleton(
         usable &= ~found
         if lost:
             unused.append(f"{lost} units {reason}")
+    picked = Picked(in_edge, in_index, parent, out_edge, out_index, child)
+    return skeleton_of(edges, picked, usable, tuple(unused))
+
+
+class Picked(NamedTuple):
+    """in(u) and out(u) of every unit of an analysis, `(n,)` each: where they are, and the unit at their other end."""
+
+    in_edge: Tensor
+    in_index: Tensor
+    parent: Tensor
+    out_edge: Tensor
+    out_index: Tensor
+    child: Tensor
+
+
+def skeleton_of(edges: Sequence[Edges], picked: Picked, usable: Tensor, unused: tuple[str, ...] = ()) -> Skeleton:
+    """The skeleton of the units that are `usable`, `(n,)`; they are numbered anew, and all others are ground."""
+    usable = usable.clone()
     usable[0] = True
     number = torch.where(usable, usable.cumsum(0) - 1, 0)
     kept = usable.nonzero()[:, 0]
-    parent, child = number[parent[kept]], number[child[kept]]
-    in_edge, in_index, out_edge, out_index = in_edge[kept], in_index[kept], out_edge[kept], out_index[kept]
+    in_edge, in_index, parent, out_edge, out_index, child = (x[kept] for x in picked)
+    parent, child = number[parent], number[child]
     in_edge[0] = out_edge[0] = -1
     parent[0] = child[0] = in_index[0] = out_index[0] = 0
-
     free = (parent > 0) & (in_edge == out_edge[parent]) & (in_index == out_index[parent])
     root = torch.where(free, parent, torch.arange(len(kept)))
     while not torch.equal(root, root[root]):
         root = root[root]
     relabelled = tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges)
-    return Skeleton(
-        relabelled, len(kept) - 1, in_edge, in_index, out_edge, out_index, parent, child, root, tuple(unused)
-    )
+    return Skeleton(relabelled, len(kept) - 1, in_edge, in_index, out_edge, out_index, parent, child, root, unused)
+
+
+def trained_units(edges: Sequence[Edges], trained: Collection[str], n: int) -> Tensor:
+    """Units that touch no other parameters than those of these names, `(n,)` bool."""
+    result = torch.ones(n, dtype=torch.bool)
+    for e in edges:
+        if e.name not in trained:
+            result[e.head.reshape(-1)] = result[e.tail.reshape(-1)] = False
+    result[0] = True
+    return result
+
+
+def by_edge(which: Tensor, count: int) -> list[Tensor]:
+    """The units of each of `count` edges, in order; `which` is −1 for units that have none."""
+    order = which.argsort(stable=True)
+    parts: list[Tensor] = list(order.split(torch.bincount(which + 1, minlength=count + 1).tolist()))
+    return parts[1:]
 
 
 def connected(edges: Sequence[Edges], n: int) -> Tensor:
@@ -278,13 +306,14 @@ def skeleton_values(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[
     device = next(iter(weights.values())).device if weights else torch.device("cpu")
     result = []
     for which, index in ((skeleton.in_edge, skeleton.in_index), (skeleton.out_edge, skeleton.out_index)):
-        value = torch.ones(skeleton.H + 1, dtype=torch.float64, device=device)
-        for k in which.unique().tolist():
-            if k >= 0:
-                units = (which == k).nonzero()[:, 0]
-                flat = weights[skeleton.edges[k].name].reshape(-1)
-                value = value.index_put((units.to(device),), flat[index[units].to(flat.device)].to(value))
-        result.append(value)
+        units = by_edge(which.cpu(), len(skeleton.edges))
+        parts = [torch.ones(1, dtype=torch.float64, device=device)]
+        for e, some in zip(skeleton.edges, units, strict=True):
+            if len(some):
+                flat = weights[e.name].reshape(-1)
+                parts.append(flat[index[some].to(flat.device)].to(parts[0]))
+        at = torch.cat([which.new_zeros(1), *units]).argsort()  # ground first, then every unit once
+        result.append(torch.cat(parts)[at.to(device)])
     return result[0], result[1]
 
 

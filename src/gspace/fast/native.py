@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from gspace.fast.network import Given, Network, Task, addresses, hyper_parameters
+from gspace.fast.network import Given, Network, Outcome, Task, addresses, depths, hyper_parameters
 from gspace.fast.network import refusal as table_refusal
-from gspace.fast.tables import Tile
+from gspace.fast.tables import LAYOUT, Tile
 
 REAL = {torch.float32: "float", torch.float64: "double"}
 # Rows of the part of a large weight that one core works on at a time, and columns.
@@ -31,13 +31,13 @@ THREADS = [["-fopenmp"], ["-fopenmp-simd"], []]  # the first that the compiler u
 WORK = 1 << 15  # weights that are worth a thread
 
 
-TABLES = ("params", "folds", "free", "roots", "chunks", "units", "lists")
-SCRATCH = ("root", "partial", "norms", "sums", "factors", "root_grad", "ratio", "raw", "squares")
+TABLES = ("params", "folds", "free", "roots", "skeleton", "chunks", "units", "lists", "reference")
+SCRATCH = ("partial", "norms", "sums", "factors", "root_grad", "coordinates", "ratio", "raw", "squares")
 
 
 class _Plan(ctypes.Structure):
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in (*TABLES, *SCRATCH)]
+        [(name, ctypes.c_void_p) for name in (*TABLES, "root", "order", *SCRATCH, "products")]
         + [(name, ctypes.c_int64) for name in "n_chunks n_folds norm_folds n_roots n_units slots".split()]
         + [(name, ctypes.c_int64) for name in "paper normalized spread threads".split()]
         + [(name, ctypes.c_double) for name in "max_ratio max_drift max_norm".split()]
@@ -70,13 +70,19 @@ def _processor() -> str:
         return platform.platform() + platform.processor()
 
 
+def _layout() -> str:
+    """Indices into records and tables for C: the names of each in their order, and how many there are."""
+    enums = (", ".join(map(str.upper, [*fields, table])) for table, fields in LAYOUT.items())
+    return "".join(f"enum {{ {names} }};\n" for names in enums)
+
+
 @functools.cache
 def library(real: str) -> ctypes.CDLL:
     """The compiled passes for "float" or "double"."""
     compiler = next(filter(None, map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))), None)
     if compiler is None:
         raise NativeError("no C compiler was found (CC, cc, gcc, clang)")
-    source = resources.files("gspace.fast").joinpath("kernels.c").read_text()
+    source = _layout() + resources.files("gspace.fast").joinpath("kernels.c").read_text()
     key = hashlib.sha256("\0".join([source, real, compiler, _processor(), *FLAGS]).encode()).hexdigest()[:16]
     folder = _cache()
     target = folder / f"kernels-{real}-{key}.so"
@@ -96,14 +102,14 @@ def library(real: str) -> ctypes.CDLL:
         found = ctypes.CDLL(str(target))
     except OSError as error:
         raise NativeError(f"{target} cannot be loaded: {error}") from error
-    found.step.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int]
+    found.step.argtypes = [ctypes.c_void_p] * 3
     found.step.restype = ctypes.c_int
     return found
 
 
 def refusal(task: Task) -> str | None:
     """Why the compiled step cannot run on these parameters, None if it can."""
-    if not task.layers:
+    if not task.weights:
         return "no parameter touches a unit"
     if any(w.device.type != "cpu" for w in task.weights):
         return "parameters are not on a CPU"
@@ -124,9 +130,13 @@ class NativeStep:
         self.network = network
         self.call = library(REAL[network.dtype]).step
         t, sizes = network.tables, network.sizes
+        self.order = depths(t.skeleton[:, -1]).argsort(stable=True).int()  # nearest to ground first
+        self.products = torch.ones(len(self.order), dtype=torch.float64, device="cpu")
         self.plan = _Plan(
             **{name: getattr(t, name).data_ptr() for name in TABLES},
-            **{name: getattr(network, name).data_ptr() for name in SCRATCH},
+            **{name: getattr(network, name).data_ptr() for name in ("root", *SCRATCH)},
+            order=self.order.data_ptr(),
+            products=self.products.data_ptr(),
             n_chunks=len(t.chunks),
             n_folds=len(t.folds),
             norm_folds=sizes.norm_folds,
@@ -143,21 +153,12 @@ class NativeStep:
         self.address = ctypes.addressof(self.plan)
         self.most_threads = max(1, sum(p.numel() for p in network.parameters) // WORK)
 
-    def step(self, given: Given) -> bool:
-        """Moves parameters, buffers and coordinates in place; False, and nothing moved, if a gradient is not finite."""
-        incoming, outgoing, root_buffer = given.incoming, given.outgoing, given.root_buffer
+    def step(self, given: Given) -> Outcome:
+        """Moves parameters and buffers in place, or nothing."""
         header = array("q", [*addresses(given.grads), *addresses(given.buffers), *given.fresh])
         hyper = hyper_parameters(given.groups, read=True)
         self.plan.threads = min(torch.get_num_threads(), self.most_threads)
-        taken = self.call(
-            self.address,
-            header.buffer_info()[0],
-            hyper.buffer_info()[0],
-            incoming.data_ptr(),
-            outgoing.data_ptr(),
-            0 if root_buffer is None else root_buffer.data_ptr(),
-            given.root_fresh,
-        )
-        if taken:
-            torch.autograd.graph.increment_version((*self.network.parameters, incoming, outgoing))
-        return bool(taken)
+        outcome = self.call(self.address, header.buffer_info()[0], hyper.buffer_info()[0])
+        if outcome == Outcome.TAKEN:
+            torch.autograd.graph.increment_version(self.network.parameters)
+        return Outcome(outcome)
