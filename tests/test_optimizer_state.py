@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.optimizer import Optimizer
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import contract
@@ -271,18 +270,11 @@ def test_a_skeleton_that_goes_round_in_a_circle_is_refused() -> None:
 
 def test_positions_and_references_survive_torchs_casts() -> None:
     """`load_state_dict` casts to the dtype of the parameter; position 2²⁴ + 3 is no float32, 257 no bfloat16."""
-    model = nn.Sequential(
-        nn.Linear(3, 2**23 + 5, bias=False), nn.ReLU(), nn.Linear(2**23 + 5, 2, bias=False)
-    ).bfloat16()
-    model[2].weight.requires_grad_(False)  # the skeleton of one unit is all we need
-    edges = [
-        gspace.Edges("0.weight", torch.tensor([[1] + [0] * (2**23 + 4)]), torch.zeros(1, 3).long(), False, False, 0, 0)
-    ]
-    skeleton = Skeleton(
-        tuple(edges), 1, *(torch.tensor([-1, 0]), torch.tensor([0, 2**24 + 3])) * 2, *[torch.zeros(2).long()] * 3
-    )
+    none, first = torch.zeros(2, dtype=torch.long), torch.tensor([-1, 0])
+    edges = gspace.Edges("w", torch.tensor([[1, 0]]), torch.tensor([[0]]), False, False, 0, 0)
+    skeleton = Skeleton((edges,), 1, first, torch.tensor([0, 2**24 + 3]), -torch.ones(2).long(), *[none] * 4)
     references = torch.tensor([[1, 1 / 3], [1, 0.1]], dtype=torch.float64)
-    (table,) = choice.written(choice.Chosen(skeleton, references, True), edges, {"0.weight": 3 * 2**23 + 15}).values()
+    table = choice.written(choice.Chosen(skeleton, references, True), [edges], {"w": 2**25})["w"]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         positions, values = choice._lines(table[:3].to(dtype), 3)
         assert positions.tolist() == [choice.FINAL, 2**24 + 3, -1]

@@ -20,7 +20,7 @@ FREE: dict[str, Any] = {"max_ratio": math.inf, "max_drift": math.inf}
 
 
 def defined(model: nn.Module, chosen: Any, grads: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One step of SGD with momentum on path values, by the functions of `step.py` alone; `state` is momentum by name."""
+    """One step of SGD with momentum on path values, by the functions of `step.py` alone; `state` is momentum."""
     weights = values(model)
     plan = step.plan(chosen.skeleton, weights, chosen.references)
     named = [layer.edges.name for layer in plan.layers]
@@ -269,7 +269,7 @@ def test_what_cannot_be_used_is_told_in_one_line_and_stays_in_the_statistics() -
         model[7].weight[:, :2] = 0
     model[0].weight.requires_grad_(False)
     optimizer = gspace.GSGD(model, LR)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="cannot use all units") as told:
         train(model, optimizer, batches(2))
     (message,) = [str(w.message) for w in told]
     assert "4 units touch a parameter that is not trained (frozen, or not in params=); 2 units have skeleton" in message

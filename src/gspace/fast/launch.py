@@ -204,7 +204,7 @@ def _walks(following: Tensor) -> list[Tensor]:
     """For each pass, whom a walk along `following` meets on it, WALK at most, `(steps, n)`; all end at ground."""
     length, stride, tables = int(depths(following).max()), 1, []
     while True:
-        met, at = [], torch.arange(len(following))
+        met, at = [], torch.arange(len(following), device=following.device)
         for _ in range(min(WALK, -(-max(length, 1) // stride))):
             met.append(at)
             at = following[at]
