@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace import choice, eager
+from gspace import choice, eager, exact
 from gspace.analysis import Analysis, Residual
 from gspace.arguments import (
     analyze_options,
@@ -55,6 +55,7 @@ class Built:
         unit_group: Group of in(r) of each root r, `(H + 1,)`.
         last: R of the roots in the last step, bounded and not.
         dtype: Of unit vectors.
+        masks: Rows that a norm absorbs, for each layer, with `batch_norm="exact"`.
     """
 
     chosen: Chosen
@@ -69,6 +70,7 @@ class Built:
     sizes: list[int]
     looks: list[Any]
     tables: dict[Tensor, Tensor]
+    masks: list[Tensor | None]
 
     def holds(self, groups: Sequence[dict[str, Any]], state: Any) -> bool:
         """Whether it was built from just this."""
@@ -103,16 +105,19 @@ class GSpaceOptimizer(Optimizer):
         allocation: Allocation,
     ) -> None:
         require_model(model)
-        require_one_of("batch_norm", batch_norm, ("released", "paper"))
+        require_one_of("batch_norm", batch_norm, ("released", "paper", "exact"))
         require_one_of("reference", reference, (None, "one", "balanced"))
         require_one_of("allocation", allocation, ("fixed", "spread"))
         bounds = guards(max_ratio, max_drift, allocation)
+        if batch_norm == "exact" and (allocation == "spread" or reference is not None):
+            raise ValueError("batch_norm='exact' has coordinates of its own: it takes no allocation and no reference")
         require_numbers(defaults)
         self.model = model
         self.batch_norm, self.allocation = batch_norm, allocation
         self.max_ratio, self.max_drift = bounds
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self.analysis = analyzed(model, analysis, analyze_options(example_input, residual, pin))
+        self._view = exact.view(self.analysis) if batch_norm == "exact" else self.analysis
         self._wanted, self._held = reference, Held(model)
         self._unused: tuple[str, ...] = ()
         self._told: set[str] = set()
@@ -136,16 +141,18 @@ class GSpaceOptimizer(Optimizer):
         """Chooses the skeleton in the weights of now. State of parameters that touch units starts again."""
         chosen = self._choose(final=True)
         weights = dict(self.model.named_parameters())
-        for e in choice.touching(self.analysis):
+        for e in choice.touching(self._view):
             self.state.pop(weights[e.name], None)
         self.adopt(chosen)
 
     def _choose(self, *, final: bool) -> Chosen:
+        if self.batch_norm == "exact":
+            return exact.choose(self.model, self.analysis, self._parameters(), final=final)
         return choice.choose(self.model, self.analysis, self._wanted, self._parameters(), final=final)
 
     def adopt(self, chosen: Chosen) -> None:
         """Puts a skeleton and its references into the state."""
-        choice.put(chosen, self.model, self.analysis, self.state, self._parameters())
+        choice.put(chosen, self.model, self._view, self.state, self._parameters())
         self._built = self._build(chosen)
         if chosen.final:
             self._unused = chosen.skeleton.unused
@@ -156,9 +163,9 @@ class GSpaceOptimizer(Optimizer):
         weights = dict(self.model.named_parameters())
         mine = {id(p) for p in self._parameters() if p.requires_grad}
         trained = {name for name, p in weights.items() if id(p) in mine}
-        chosen = choice.read(self.model, self.analysis, self.state, trained)
+        chosen = choice.read(self.model, self._view, self.state, trained, free=self.batch_norm != "exact")
         known = {name for name, p in weights.items() if choice.kept(self.state, p) is not None}
-        late = {e.name for e in choice.touching(self.analysis)} & trained - known - self._told
+        late = {e.name for e in choice.touching(self._view)} & trained - known - self._told
         if chosen is not None and late:
             self._told |= late
             warn_of_thawed(sorted(late), type(self).__name__)
@@ -193,10 +200,15 @@ class GSpaceOptimizer(Optimizer):
 
     def _build(self, chosen: Chosen) -> Built:
         named = dict(self.model.named_parameters())
-        planned = plan(chosen.skeleton, named, chosen.references)
+        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
+        masks: dict[str, Tensor] = {}
+        if self.batch_norm == "exact":
+            found, _ = exact.absorbed_rows(self.analysis, {name: p.dim() for name, p in named.items()})
+            mine = {name for name, p in named.items() if p.requires_grad and id(p) in group_of}
+            masks = {name: mask for name, mask in found.items() if name in mine}
+        planned = plan(chosen.skeleton, named, chosen.references, masks)
         weights: list[Tensor] = [named[layer.edges.name] for layer in planned.layers]
         device = weights[0].device if weights else torch.device("cpu")
-        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
         groups = [group_of[id(w)] for w in weights]
         unit_group = torch.zeros(chosen.skeleton.H + 1, dtype=torch.long, device=device)
         for layer, g in zip(planned.layers, groups, strict=True):
@@ -219,6 +231,7 @@ class GSpaceOptimizer(Optimizer):
             [len(group["params"]) for group in self.param_groups],
             list(map(_LOOKS, listed)),
             {p: table for p in listed if (table := choice.kept(self.state, p)) is not None},
+            exact.masks_of(planned.layers, masks),
         )
 
     @property
@@ -266,7 +279,7 @@ class GSpaceOptimizer(Optimizer):
                 )
         chosen = self._read()
         weights = dict(self.model.named_parameters())
-        touched = [weights[e.name] for e in choice.touching(self.analysis)]
+        touched = [weights[e.name] for e in choice.touching(self._view)]
         kept = [self.state[p] for p in touched if p in self.state]
         if chosen is None and any(kept):
             raise ValueError(
@@ -314,14 +327,20 @@ class GSpaceOptimizer(Optimizer):
         if not capturing():
             self._require_paths(at)
         shown, path_grads = self._canvas(built)
-        eager.show(built.plan, self._rules(), at, now, grads, shown, path_grads)
-        self._move(built, shown, path_grads)
-        ratio, raw = eager.allocate(built.plan, self._rules(), at, now, shown)
+        if self.batch_norm == "exact":
+            gauge = at.incoming.abs()
+            exact.show(built.plan, built.masks, gauge, now, grads, shown, path_grads)
+            self._move(built, shown, path_grads)
+            exact.allocate(built.plan, built.masks, gauge, now, shown)
+        else:
+            eager.show(built.plan, self._rules(), at, now, grads, shown, path_grads)
+            self._move(built, shown, path_grads)
+            ratio, raw = eager.allocate(built.plan, self._rules(), at, now, shown)
+            built.last[0].copy_(ratio)
+            built.last[1].copy_(raw)
         for w, new in zip(weights, now, strict=True):
             if new is not w:
                 w.copy_(new)
-        built.last[0].copy_(ratio)
-        built.last[1].copy_(raw)
 
     def _rules(self) -> Rules:
         return Rules(self.batch_norm, self.allocation, self.max_ratio, self.max_drift)
@@ -364,7 +383,7 @@ class GSpaceOptimizer(Optimizer):
             "roots": len(roots),
             "path_value": value,
             "effective_lr": torch.stack(rates)[built.unit_group[built.plan.root][1:]] / value.double().square(),
-            "unused": self._unused or skeleton.unused or _left_out(self.analysis.H_paper - skeleton.H),
+            "unused": self._unused or skeleton.unused or _left_out(self._view.H_paper - skeleton.H),
         }
 
 

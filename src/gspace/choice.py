@@ -46,11 +46,15 @@ def choose(
 ) -> Chosen:
     """The skeleton that an optimizer of `parameters` takes in the weights of now."""
     weights = dict(model.named_parameters())
-    for e in touching(analysis):
-        if not bool(weights[e.name].isfinite().all()):
-            raise ValueError(f"{e.name} is not finite: no skeleton can be chosen in such a network")
+    require_finite(model)
     reference, skeleton = choose_skeleton(model, analysis, wanted, parameters)
     return Chosen(skeleton, entry_references(skeleton, analysis, weights, reference), final)
+
+
+def require_finite(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if not bool(p.isfinite().all()):
+            raise ValueError(f"{name} is not finite: no skeleton can be chosen in such a network")
 
 
 @on_cpu
@@ -86,8 +90,12 @@ def put(chosen: Chosen, model: nn.Module, analysis: Analysis, state: Any, parame
 
 
 @on_cpu
-def read(model: nn.Module, analysis: Analysis, state: Any, trained: Collection[str]) -> Chosen | None:
+def read(
+    model: nn.Module, analysis: Analysis, state: Any, trained: Collection[str], *, free: bool = True
+) -> Chosen | None:
     """What was chosen, of units that touch trained parameters only; None if the state says nothing of a skeleton.
+
+    Without `free` weights units have no out(u).
 
     Raises:
         ValueError: The tables are damaged or belong to another network; a step would write anywhere.
@@ -120,7 +128,7 @@ def read(model: nn.Module, analysis: Analysis, state: Any, trained: Collection[s
     require(bool((references.isfinite() & (references != 0)).all()), "a reference is 0 or not finite")
     for following in (picked.parent, picked.child):
         require(not bool(walked(following).any()), "its skeleton goes round in a circle")
-    usable = (picked.in_edge >= 0) & (picked.out_edge >= 0) & trained_units(edges, trained, n)
+    usable = (picked.in_edge >= 0) & ((picked.out_edge >= 0) | (not free)) & trained_units(edges, trained, n)
     skeleton = skeleton_of(edges, picked, usable)
     usable[0] = True
     references[:, 0] = 1

@@ -47,7 +47,8 @@ class GSGD(GSpaceOptimizer):
         reference: "one" (the paper's v) or "balanced". None: "one" if every free skeleton weight is ±1, as
             `init_skeleton_` leaves it, and no path value is farther from it than a factor of 2. A rescaling changes
             that: say which to compare rescaled networks.
-        batch_norm: Rule for rows before a BatchNorm, "released" (the authors' code) or "paper".
+        batch_norm: Rule for rows before a BatchNorm: "released" (the authors' code), "paper", or "exact", where neither
+            the scale of a unit nor that of such a row matters (`exact.py`; γ stands still there, on purpose).
         residual, pin, example_input, analysis: See `analyze`.
         max_ratio: Bound on the ratio by which a trained skeleton path changes in one step.
         max_drift: Bound on its value over training.
@@ -166,8 +167,10 @@ class GSGD(GSpaceOptimizer):
         settings = (built, self._rules(), self.max_path_grad_norm, ways)
         way = self._way
         if way is None or settings != self._wayfor or (isinstance(way, fast.Bound) and way.stale()):
-            way = self._way = fast.choose(self.task(built), self.param_groups, built.outside)
-            self._wayfor = settings
+            way = "batch_norm='exact'"
+            if self.batch_norm != "exact":
+                way = fast.choose(self.task(built), self.param_groups, built.outside)
+            self._way, self._wayfor = way, settings
         return way
 
     def _take(self, built: Built) -> None:

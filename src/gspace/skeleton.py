@@ -197,6 +197,35 @@ def _nearer(ids: Tensor, live: Tensor, place: Tensor, chosen: Tensor, k: int) ->
     return (ids == 0) | (live[ids] & (own >= 0) & (place[own] < place[k]))
 
 
+def largest_writers(
+    edges: Sequence[Edges], weights: Mapping[str, Tensor], level: Tensor, wanted: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """in(u) of units that are `wanted`, `(n,)` bool: the largest entry, by |w|·level(tail), of the first that writes u.
+
+    Returns which of `edges` holds it (−1: all are 0), its flat index, and the unit that it reads. `level` of such a
+    unit becomes the norm of the row, in place; units that are not wanted have theirs before.
+    """
+    n, place = len(level), _places(edges, "head")
+    number = torch.where(wanted, torch.arange(n), 0)
+    bare = [replace(e, head=number[e.head], tail=number[e.tail]) for e in edges]
+    live = torch.ones(n, dtype=torch.bool)
+    chosen = _choose(bare, live, "head")
+    edge, index, other = torch.full((n,), -1), torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.long)
+    for k in place.argsort(stable=True).tolist():
+        e, here = edges[k], bare[k].head
+        rows = (chosen[here] == k) & (here > 0)
+        if not bool(rows.any()):
+            continue
+        near = _nearer(bare[k].tail, live, place, chosen, k) * level[e.tail]
+        size = (_sizes(e, weights[e.name]) * near[:, None, :, None]).flatten(2)
+        best, at = size.max(2)
+        g, a = (rows & _best_place(here, best) & (best > 0)).nonzero(as_tuple=True)
+        u, taps = here[g, a], size.shape[2] // e.tail.shape[1]
+        edge[u], level[u], other[u] = k, size.norm(dim=2)[g, a], e.tail[g, at[g, a] // taps]
+        index[u] = _flat_index(e, weights[e.name]).flatten(2)[g, a, at[g, a]]
+    return edge, index, other
+
+
 def _balanced_size(edges: Sequence[Edges], weights: Mapping[str, Tensor], n: int) -> list[Tensor]:
     """|w| in the balanced representative, `(group, out, in, tap)`: what does not depend on the scales."""
     x = balanced_log_scales(edges, weights, n).cpu()

@@ -12,7 +12,7 @@ vectors (`inverse_chain_rule`, `path_ratio`), and one update per weight (`alloca
 between steps but the skeleton and its references, and nothing loops over units or depth.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -24,7 +24,7 @@ from gspace.devices import on_cpu
 from gspace.skeleton import Skeleton, by_edge
 
 Number = float | Tensor
-BatchNormRule = Literal["released", "paper"]
+BatchNormRule = Literal["released", "paper", "exact"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +86,9 @@ class Plan:
     jumps: tuple[Tensor, ...]
 
 
-def plan(skeleton: Skeleton, weights: Mapping[str, Tensor], references: Tensor) -> Plan:
-    layers = layers_of(skeleton, weights)
+def plan(skeleton: Skeleton, weights: Mapping[str, Tensor], references: Tensor, also: Collection[str] = ()) -> Plan:
+    """For a skeleton in these weights, and the references of in(u) and out(u); `also` names layers without units."""
+    layers = layers_of(skeleton, weights, also)
     device = weights[layers[0].edges.name].device if layers else torch.device("cpu")
     n = skeleton.H + 1
     place = torch.zeros(2 * n, dtype=torch.long, device=device)
@@ -110,13 +111,13 @@ def plan(skeleton: Skeleton, weights: Mapping[str, Tensor], references: Tensor) 
 
 
 @on_cpu
-def layers_of(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> list[Layer]:
-    """Every parameter that touches a unit."""
+def layers_of(skeleton: Skeleton, weights: Mapping[str, Tensor], also: Collection[str] = ()) -> list[Layer]:
+    """Every parameter that touches a unit, and those of the names in `also`."""
     layers = []
     trained = torch.where(skeleton.root == torch.arange(skeleton.H + 1), skeleton.in_edge, -1)
     into, out = (by_edge(which, len(skeleton.edges)) for which in (trained, skeleton.out_edge))
     for e, roots, free in zip(skeleton.edges, into, out, strict=True):
-        if not bool(e.head.any() | e.tail.any()):
+        if e.name not in also and not bool(e.head.any() | e.tail.any()):
             continue
         weight = weights[e.name]
         flat = torch.cat([skeleton.in_index[roots], skeleton.out_index[free]])
