@@ -67,26 +67,38 @@ def written(chosen: Chosen, edges: Sequence[Edges], sizes: Mapping[str, int]) ->
     tables = {}
     for e in edges:
         k, rows = number[e.name], e.head.numel()
-        positions = torch.full((1 + rows + e.tail.numel(),), -1)
+        positions = torch.full((rows + e.tail.numel(),), -1)
         values = torch.zeros(len(positions), dtype=torch.float64)
-        positions[0], values[0] = FINAL if chosen.final else PROVISIONAL, sizes[e.name]
         for start, units, index, reference in (
-            (1, into[k], skeleton.in_index, references[0]),
-            (1 + rows, out[k], skeleton.out_index, references[1]),
+            (0, into[k], skeleton.in_index, references[0]),
+            (rows, out[k], skeleton.out_index, references[1]),
         ):
             positions[start : start + len(units)] = index[units]
             values[start : start + len(units)] = reference[units]
-        tables[e.name] = torch.cat([x.view(torch.uint8).reshape(-1, 8) for x in (positions, values)], 1)
+        lines = torch.cat([x.view(torch.uint8).reshape(-1, 8) for x in (positions, values)], 1)
+        tables[e.name] = torch.cat([_line(FINAL if chosen.final else PROVISIONAL, sizes[e.name]), lines])
     return tables
 
 
+@on_cpu
+def _line(position: int, value: float) -> Tensor:
+    number, reference = torch.tensor([position]), torch.tensor([value], dtype=torch.float64)
+    return torch.cat([number.view(torch.uint8), reference.view(torch.uint8)])[None]
+
+
 def put(chosen: Chosen, model: nn.Module, analysis: Analysis, state: Any, parameters: Iterable[Tensor]) -> None:
-    """Writes a choice into the state of those of `parameters` that are trained and touch units."""
-    weights = dict(model.named_parameters())
+    """Writes a choice into the state of those of `parameters` that are trained.
+
+    Those that touch no unit have the first line alone: `torch.distributed.checkpoint` wants state for all or none.
+    """
+    touched = touching(analysis)
     mine = {id(p) for p in parameters if p.requires_grad}
-    edges = [e for e in touching(analysis) if id(weights[e.name]) in mine]
-    for name, table in written(chosen, edges, {e.name: weights[e.name].numel() for e in edges}).items():
-        state[weights[name]][KEY] = table.to(weights[name].device)
+    weights = {name: p for name, p in model.named_parameters() if touched and id(p) in mine}
+    sizes = {name: p.numel() for name, p in weights.items()}
+    tables = written(chosen, [e for e in touched if e.name in weights], sizes)
+    for name, p in weights.items():
+        table = tables[name] if name in tables else _line(FINAL if chosen.final else PROVISIONAL, sizes[name])
+        state[p][KEY] = table.to(p.device)
 
 
 @on_cpu
@@ -102,8 +114,11 @@ def read(
     """
     shapes = {name: p.shape for name, p in model.named_parameters()}
     tables = {name: table for name, p in model.named_parameters() if (table := kept(state, p)) is not None}
-    if not tables:
+    touched = {e.name for e in touching(analysis)}
+    if not touched & tables.keys():
         return None
+    for name in tables.keys() - touched:
+        _lines(tables.pop(name), 1)
     edges, n = analysis.transparent, analysis.H_paper + 1
     picked = Picked(*(torch.full((n,), fill) for fill in (-1, 0, 0, -1, 0, 0)))
     references = torch.ones(2, n, dtype=torch.float64)
