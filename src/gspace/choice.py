@@ -162,7 +162,9 @@ def _lines(table: Any, size: int) -> tuple[Tensor, Tensor]:
     bytes_ = plain.to(torch.uint8)
     require(torch.equal(bytes_.double(), plain.double()), "its skeleton is not written in bytes")
     positions, values = bytes_.split(8, 1)
-    return positions.contiguous().view(torch.int64)[:, 0], values.contiguous().view(torch.float64)[:, 0]
+    numbers, references = positions.contiguous().view(torch.int64)[:, 0], values.contiguous().view(torch.float64)[:, 0]
+    require(0 <= int(numbers[0]) <= FINAL, "its skeleton is neither final nor provisional")
+    return numbers, references
 
 
 def _require_size(same: bool) -> None:
