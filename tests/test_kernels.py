@@ -8,7 +8,6 @@ import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -604,16 +603,6 @@ def test_without_a_compiler_it_still_works(monkeypatch: pytest.MonkeyPatch) -> N
         chosen(wide_rows(), fused=True)
 
 
-def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    fails = tmp_path / "cc"
-    fails.write_text("#!/bin/sh\necho nothing works >&2\nexit 1\n")
-    fails.chmod(0o755)
-    monkeypatch.setenv("CC", str(fails))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(native.NativeError, match="nothing works"):
-        native.library.__wrapped__("float")
-
-
 def test_what_has_gaps_in_memory_is_left_to_the_definition() -> None:
     torch.manual_seed(0)
     model = wide_rows().double()
@@ -738,13 +727,3 @@ def test_a_captured_step_follows_the_rate_and_equals_the_definition(moved: bool)
             g.copy_(new)
         graph.replay()
     assert_equal(definition, optimizer)
-
-
-def test_the_cache_of_compiled_steps_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native._cache() == tmp_path / "gspace"
-    (tmp_path / "gspace").chmod(0o777)
-    other = native._cache()
-    assert other != tmp_path / "gspace"
-    assert other.stat().st_mode & 0o077 == 0
-    other.rmdir()
