@@ -47,8 +47,8 @@ def choose(
     """The skeleton that an optimizer of `parameters` takes in the weights of now."""
     weights = dict(model.named_parameters())
     require_finite(model)
-    reference, skeleton = choose_skeleton(model, analysis, wanted, parameters)
-    return Chosen(skeleton, entry_references(skeleton, analysis, weights, reference), final)
+    reference, skeleton, balanced = choose_skeleton(model, analysis, wanted, parameters)
+    return Chosen(skeleton, entry_references(skeleton, analysis, weights, reference, balanced), final)
 
 
 def require_finite(model: nn.Module) -> None:

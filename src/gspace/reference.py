@@ -30,21 +30,21 @@ def reference_of(model: nn.Module, analysis: Analysis) -> Reference:
 
 def choose_skeleton(
     model: nn.Module, analysis: Analysis, wanted: Reference | None, parameters: Iterable[Tensor]
-) -> tuple[Reference, Skeleton]:
-    """The reference and skeleton of an optimizer of these parameters.
+) -> tuple[Reference, Skeleton, Tensor | None]:
+    """The reference and skeleton of an optimizer of these parameters, and the log scales that balance all units.
 
     If none is wanted: as `reference_of`, but "one" only if path values are near it. Steps are divided by their squares.
     """
     reference = wanted or reference_of(model, analysis)
     mine = {id(p) for p in parameters if p.requires_grad}
     trained = {name for name, p in model.named_parameters() if id(p) in mine}
-    skeleton = build_skeleton(model, analysis, choice=CHOICE[reference], trained=trained)
-    if wanted is None and reference == "one":
+    if reference == "one":
+        skeleton = build_skeleton(model, analysis, trained=trained)
         (log_in, _), (log_out, _) = products(skeleton, dict(model.named_parameters()))
-        if bool(((log_in + log_out).abs() > math.log(FAR)).any()):
-            reference = "balanced"
-            skeleton = build_skeleton(model, analysis, choice=CHOICE[reference], trained=trained)
-    return reference, skeleton
+        if wanted is not None or not bool(((log_in + log_out).abs() > math.log(FAR)).any()):
+            return "one", skeleton, None
+    x = balanced_log_scales(analysis.transparent, dict(model.named_parameters()), analysis.H_paper + 1)
+    return "balanced", build_skeleton(model, analysis, choice="pivoted", trained=trained, balanced=x), x
 
 
 def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> Products:
@@ -55,16 +55,23 @@ def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> Products:
 
 @torch.no_grad()
 def entry_references(
-    skeleton: Skeleton, analysis: Analysis, weights: Mapping[str, Tensor], reference: Reference
+    skeleton: Skeleton,
+    analysis: Analysis,
+    weights: Mapping[str, Tensor],
+    reference: Reference,
+    balanced: Tensor | None = None,
 ) -> Tensor:
     """What in(u) and out(u) are divided by, `(2, H + 1)` float64: 1, or their values in the balanced representative.
 
-    There an edge is w·c(head)/c(tail): Ĩ = 1/c and Õ = c at first, both positive.
+    There an edge is w·c(head)/c(tail): Ĩ = 1/c and Õ = c at first, both positive. `balanced` are the log scales that
+    balance all units, if they are known.
     """
     into, out = skeleton_values(skeleton, weights)
     if reference == "one":
         return torch.ones_like(torch.stack([into, out]))
-    x = _balanced_log_scales(skeleton, analysis, weights).to(into.device)
+    if balanced is None or analysis.H_paper > skeleton.H:
+        balanced = _balanced_log_scales(skeleton, analysis, weights)
+    x = balanced.to(into.device)
     parent, child = skeleton.parent.to(x.device), skeleton.child.to(x.device)
     return torch.stack([into * (x - x[parent]).exp(), out * (x[child] - x).exp()])
 

@@ -71,6 +71,7 @@ def build_skeleton(
     *,
     choice: Choice = "aligned",
     trained: set[str] | None = None,
+    balanced: Tensor | None = None,
 ) -> Skeleton:
     """Chooses in(u) and out(u) for every unit of the transparent view.
 
@@ -79,6 +80,7 @@ def build_skeleton(
             representative, for networks that were not initialised on the skeleton.
         trained: Names of the parameters that are trained (default: those that require a gradient). A unit that
             touches any other parameter is left out, as is one whose skeleton weight is 0 on a side.
+        balanced: The log scales that balance the transparent view, `(H + 1,)`, if they are known.
     """
     if choice not in ("aligned", "pivoted"):
         raise ValueError(f"choice must be 'aligned' or 'pivoted', got {choice!r}")
@@ -88,9 +90,11 @@ def build_skeleton(
     edges, n = analysis.transparent, analysis.H_paper + 1
     live = connected(edges, n)
     in_edge, out_edge = _choose(edges, live, "head"), _choose(edges, live, "tail")
-    score = _balanced_size(edges, weights, n) if choice == "pivoted" else None
-    in_index, in_size, parent = _pick(edges, weights, live, in_edge, "head", score)
-    out_index, out_size, child = _pick(edges, weights, live, out_edge, "tail", score)
+    x = None
+    if choice == "pivoted":
+        x = (balanced_log_scales(edges, weights, n) if balanced is None else balanced).cpu()
+    in_index, in_size, parent = _pick(edges, weights, live, in_edge, "head", x)
+    out_index, out_size, child = _pick(edges, weights, live, out_edge, "tail", x)
     reasons = {
         NOT_TRAINED: ~trained_units(edges, trained, n),
         "lie on no path from input to output": ~live,
@@ -216,28 +220,15 @@ def largest_writers(
         rows = (chosen[here] == k) & (here > 0)
         if not bool(rows.any()):
             continue
-        near = _nearer(bare[k].tail, live, place, chosen, k) * level[e.tail]
-        size = (_sizes(e, weights[e.name]) * near[:, None, :, None]).flatten(2)
-        best, at = size.max(2)
+        near, weight = _nearer(bare[k].tail, live, place, chosen, k) * level[e.tail], weights[e.name].detach()
+        best, end, taps = _largest(e, weight, near, "head")
+        view = e.view(weight).cpu().double()
+        norms = (view * near.reshape(len(near), 1, -1, *[1] * (view.dim() - 3))).flatten(2).norm(dim=2)
         g, a = (rows & _best_place(here, best) & (best > 0)).nonzero(as_tuple=True)
-        u, taps = here[g, a], size.shape[2] // e.tail.shape[1]
-        edge[u], level[u], other[u] = k, size.norm(dim=2)[g, a], e.tail[g, at[g, a] // taps]
-        index[u] = _flat_index(e, weights[e.name]).flatten(2)[g, a, at[g, a]]
+        u, b = here[g, a], end[g, a]
+        edge[u], level[u], other[u] = k, norms[g, a], e.tail[g, b]
+        index[u] = flat_index(e, weight.shape, g, a, b, taps[g, a])
     return edge, index, other
-
-
-def _balanced_size(edges: Sequence[Edges], weights: Mapping[str, Tensor], n: int) -> list[Tensor]:
-    """|w| in the balanced representative, `(group, out, in, tap)`: what does not depend on the scales."""
-    x = balanced_log_scales(edges, weights, n).cpu()
-    return [
-        _sizes(e, weights[e.name]) * (x[e.head][:, :, None, None] - x[e.tail][:, None, :, None]).exp() for e in edges
-    ]
-
-
-def _sizes(e: Edges, weight: Tensor) -> Tensor:
-    """|w| as `(group, out, in, tap)`, float64, on the CPU."""
-    view = e.view(magnitude(weight.detach())).cpu()
-    return view.reshape(*view.shape[:3], math.prod(view.shape[3:]))
 
 
 def _occurrences(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,12 +261,12 @@ def _pick(
     live: Tensor,
     chosen: Tensor,
     side: Side,
-    score: Sequence[Tensor] | None,
+    x: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For every unit u one edge of weight `chosen[u]` with u on `side`: flat index, |w|, and the unit at its other end.
 
-    That one is nearer to ground. Without a score, the aligned edge: other index = position of u mod n, within the
-    group, centre tap.
+    That one is nearer to ground. With log scales x, the one with the largest |w|·c(head)/c(tail). Without, the aligned
+    edge: other index = position of u mod n, within the group, centre tap.
     """
     place = _places(edges, side)
     n = len(chosen)
@@ -290,25 +281,48 @@ def _pick(
         wanted = (chosen[here] == k) & (here > 0) & nearer.any(1, keepdim=True)
         if not bool(wanted.any()):
             continue
-        w = _sizes(e, weights[e.name])
-        flat = _flat_index(e, weights[e.name])
-        if side == "tail":
-            w, flat = w.transpose(1, 2), flat.transpose(1, 2)
-        if score is None:
+        weight = weights[e.name].detach()
+        if x is None:
             rows = wanted & _middle(here)
             g, a = rows.nonzero(as_tuple=True)
             ends = nearer.long().argsort(dim=1, descending=True, stable=True)  # those first
             b = ends[g, _position(here)[g, a] % nearer.sum(1)[g]]
-            tap = torch.full_like(a, w.shape[3] // 2)
+            tap = torch.full_like(a, math.prod(e.view(weight).shape[3:]) // 2)
         else:
-            s = score[k] if side == "head" else score[k].transpose(1, 2)
-            s = torch.where(nearer[:, None, :, None], s, -1)
-            best, at = s.flatten(2).max(2)
+            sign = 1 if side == "head" else -1
+            best, end, taps = _largest(e, weight, torch.where(nearer, (-sign * x[there]).exp(), -1), side)
+            best = best * (sign * x[here]).exp()
             g, a = (wanted & _best_place(here, best)).nonzero(as_tuple=True)
-            b, tap = at[g, a] // s.shape[3], at[g, a] % s.shape[3]
+            b, tap = end[g, a], taps[g, a]
         u = here[g, a]
-        index[u], size[u], other[u] = flat[g, a, b, tap], w[g, a, b, tap], there[g, b]
+        out, into = (a, b) if side == "head" else (b, a)
+        index[u], other[u] = flat_index(e, weight.shape, g, out, into, tap), there[g, b]
+        size[u] = magnitude(weight.reshape(-1)[index[u].to(weight.device)]).cpu()
     return index, size, other
+
+
+def _largest(e: Edges, weight: Tensor, factor: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest |w|·factor at each unit of a side, where at the other end it is, and its tap, `(group, n)` each.
+
+    `factor` is of the other end, `(group, m)`.
+    """
+    view = e.view(magnitude(weight) if weight.is_complex() else weight.abs()).cpu()
+    view = view.reshape(*view.shape[:3], math.prod(view.shape[3:]))
+    sizes, taps = view.max(3) if view.shape[3] > 1 else (view[..., 0], None)
+    dim = 2 if side == "head" else 1
+    best, end = (sizes * factor.unsqueeze(3 - dim)).max(dim)
+    if taps is None:
+        return best, end, torch.zeros_like(end)
+    return best, end, taps.gather(dim, end.unsqueeze(dim)).squeeze(dim)
+
+
+def flat_index(e: Edges, shape: torch.Size, group: Tensor, out: Tensor, into: Tensor, tap: Tensor) -> Tensor:
+    """Flat index into a parameter of this shape of entries of its `(group, out, in, tap)` view."""
+    if len(shape) == 1 or e.head.numel() == shape.numel():
+        return group * e.head.shape[1] + out
+    first, second = (into, out) if e.swap else (out, into)
+    outer = shape[0] // e.head.shape[0]
+    return ((group * outer + first) * shape[1] + second) * math.prod(shape[2:]) + tap
 
 
 def _best_place(ids: Tensor, value: Tensor) -> Tensor:
@@ -319,12 +333,6 @@ def _best_place(ids: Tensor, value: Tensor) -> Tensor:
     place = torch.arange(best.numel())
     first = torch.full((n,), best.numel()).scatter_reduce(0, ids.reshape(-1)[best], place[best], "amin")
     return (first[ids.reshape(-1)] == place).reshape(ids.shape)
-
-
-def _flat_index(e: Edges, weight: Tensor) -> Tensor:
-    """Flat index into the parameter of every entry of its `(group, out, in, tap)` view."""
-    view = e.view(torch.arange(weight.numel()).reshape(weight.shape))
-    return view.reshape(*view.shape[:3], math.prod(view.shape[3:]))
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
