@@ -184,7 +184,7 @@ class GSGD(GSpaceOptimizer):
             require_finite_gradients(self.model, self._parameters())
         outcome = way.step(self.param_groups, self.state)
         if outcome == Outcome.NO_PATH:
-            self._require_paths(self._measured(built))
+            self._require_paths(self._measured(built), built.weights)
         if outcome == Outcome.TAKEN:
             for group, some in zip(self.param_groups, way.rest, strict=True):
                 self._plain(group, some)

@@ -198,7 +198,7 @@ static void fold(const Plan *p, const int64_t *header, int64_t i)
 }
 
 /* Ĩ and Õ: products of skeleton weights over their references along the walks to ground, nearest to ground first.
- * Returns whether all are finite and none is 0. */
+ * Returns whether no skeleton weight is 0. */
 static int measure(const Plan *p)
 {
     const int64_t n = 2 * p->n_units;
@@ -213,10 +213,10 @@ static int measure(const Plan *p)
         if (e[ENTRY_PARAM] >= 0) {
             const REAL *w = (const REAL *)p->params[e[ENTRY_PARAM] * RECORD + WEIGHT];
             x = (double)w[e[ENTRY_OFFSET]] / p->reference[u] * p->products[e[FOLLOWING]];
+            sound &= w[e[ENTRY_OFFSET]] != 0;
         }
         p->products[u] = x;
         p->coordinates[u] = (REAL)x;
-        sound &= isfinite(p->coordinates[u]) && p->coordinates[u] != 0;
     }
     return sound;
 }

@@ -16,8 +16,8 @@ With EARLY a kernel lets the next one begin while it still runs; that one reads 
 
 Six launches (one more where a walk is longer than 16, 256 … steps, two more with the paper's rule for BatchNorm; two
 more, and some of torch's, with clipping); no sum depends on the order in which programs run; nothing is read back by
-the host. A gradient that is not finite, or a path of value 0, raises `flags[PENDING]` in the first passes; the fold
-moves it to `flags[SKIP]`, and nothing that outlives the step is written while that is set.
+the host. A gradient that is not finite raises `flags[PENDING]` in `flow_pass`; the fold moves it to `flags[SKIP]`, and
+nothing that outlives the step is written while that is set.
 """
 
 from contextlib import suppress
@@ -92,8 +92,8 @@ def _norm_places(record, index, group, row, column):
 
 @triton.jit
 def walk_pass(
-    ancestors, skeleton, reference, records, before, after, flags, count,
-    GATHER: tl.constexpr, LAST: tl.constexpr, STRIDES: tl.constexpr,
+    ancestors, skeleton, reference, records, before, after, count,
+    GATHER: tl.constexpr, STRIDES: tl.constexpr,
     DTYPE: tl.constexpr, UNITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Products over the units that a walk meets, or over what each of them has collected before (without GATHER).
@@ -120,10 +120,6 @@ def walk_pass(
         else:
             product *= tl.load(before + at, mask=exists, other=1.0)
     tl.store(after + u, product, mask=exists)
-    if LAST:
-        size = tl.abs(product)
-        bad = tl.max(tl.where((size < float("inf")) & (size > 0), 0, 1), 0)
-        tl.atomic_max(flags + PENDING, bad, mask=bad > 0)
 
 
 @triton.jit

@@ -71,7 +71,7 @@ class FusedStep:
         self.kinds = {name: getattr(triton.language, DTYPES[dtype]) for name, dtype in types.items()}
 
     def step(self, given: Given) -> Outcome:
-        """Moves every parameter and buffer by one step, in place, unless a gradient is not finite or a path is 0.
+        """Moves every parameter and buffer by one step, in place, unless a gradient is not finite.
 
         Path ratios, bounded and not, are left in the network; how many steps were not taken, in `flags[2]`.
         """
@@ -100,8 +100,8 @@ class FusedStep:
 
         def walk(k: int) -> None:
             before, after = self.products[(k - 1) % 2], self.products[k % 2]
-            tensors = (self.walks[k], skeleton, reference, params, before, after, self.flags, len(after))
-            options = {"GATHER": k == 0, "LAST": k == len(self.walks) - 1, "STRIDES": len(self.walks[k])}
+            tensors = (self.walks[k], skeleton, reference, params, before, after, len(after))
+            options = {"GATHER": k == 0, "STRIDES": len(self.walks[k])}
             programs = triton.cdiv(len(after), UNITS)
             self._launch("walk_pass", programs, tensors, **options, DTYPE=self.kinds["DTYPE"], UNITS=UNITS)
 
