@@ -422,9 +422,10 @@ def test_the_row_of_padding_is_left_alone(look: str, padding: int | None) -> Non
         model.embedding.weight[2] = 5.0
     before, x = model.embedding.weight.detach()[2].clone(), torch.arange(9).expand(8, 9)
     exported = nn.Sequential(model, Questioned())
-    assert (gspace.analyze(exported, x).H == 6) == (padding is None)
+    for one in (exported, model):
+        found = gspace.analyze(one, x)
+        assert (found.H, found.H_paper) == (6, 6 if padding is None else 0)
     gspace.init_skeleton_(model)
-    assert (gspace.analyze(model).H == 6) == (padding is None)
     step(model, gspace.GSGD(model, 0.1), x)
     assert torch.equal(model.embedding.weight[2], before) == (padding is not None)
 
@@ -569,7 +570,7 @@ def test_entries_that_share_memory_are_pinned(weight: Tensor) -> None:
     model = zoo.mlp(6, 7, 5, 3)
     model[2].weight = nn.Parameter(weight)
     analysis = gspace.analyze(model)
-    assert analysis.H == 0
+    assert analysis.H == 1  # what it reads and what it writes may grow together
     assert any("share memory" in pin.reason for pin in analysis.pinned)
 
 

@@ -94,7 +94,7 @@ def _transparent(follow: Follow) -> Equations:
     equations = follow.equations.copy()
     for norm in follow.norms.values():
         equations.tie(norm.absorbed, norm.written)
-    for nodes in follow.absorbed:  # what other norms divide out is no symmetry at their ε
+    for nodes in [*follow.absorbed, *follow.untrained]:  # what other norms divide out is no symmetry at their ε
         equations.ground(nodes)
     for (h1, t1), (h2, t2) in follow.weights.repeats:
         alike = _varies(h1) == _varies(h2) and _varies(t1) == _varies(t2)

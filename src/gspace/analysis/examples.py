@@ -81,7 +81,9 @@ def _shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], int]]:
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, Mapping) and "input_size" in config:
         yield (ROWS, *config["input_size"]), 0
-    layers: list[Any] = [m for m in model.modules() if any(p.numel() for p in m.parameters(recurse=False))]
+    layers: list[Any] = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+    if not layers:
+        yield (ROWS, TOKENS[-1]), 0
     for layer in layers[:LAYERS]:
         if isinstance(layer, nn.Embedding):
             yield from (((ROWS, n), layer.num_embeddings) for n in TOKENS)

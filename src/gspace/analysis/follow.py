@@ -69,6 +69,7 @@ class Follow(TorchDispatchMode):
 
     Attributes:
         absorbed: Nodes that an ε other than a BatchNorm's keeps from being exact symmetries.
+        untrained: Nodes that embeddings write whose row of padding is never trained.
         norms: BatchNorms, in the order of the run.
         statistics: Running statistics by storage: nodes and power of their scale.
         read: Storages of parameters in the order of their use, with the positions of first and last use.
@@ -83,6 +84,7 @@ class Follow(TorchDispatchMode):
         self.memory = Memory(self.weights.nodes)
         self.pins: list[Pinned] = []
         self.absorbed: list[Tensor] = []
+        self.untrained: list[Tensor] = []
         self.norms: dict[tuple[int, ...], Norm] = {}
         self.statistics: dict[int, tuple[Tensor, int]] = {}
         self.positions: dict[tuple[int, int], tuple[int, int]] = {}

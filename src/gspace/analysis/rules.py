@@ -129,6 +129,8 @@ def chosen(s: Follow, c: Call) -> Nodes:
         dims = [0 if c.name == "embedding" else c["dim"] % max(rank, 1)]
     if c.name == "embedding" and raw is not None:
         head = s.weights.edges(raw, ZERO, (1, raw.sizes[1]))
+        if c["padding_idx"] >= 0:
+            s.untrained.append(head)
         return head[0]
     if raw is not None:
         nodes = s.weights.edges(raw, ZERO, [1 if d in dims else n for d, n in enumerate(raw.sizes)]).expand(raw.sizes)
