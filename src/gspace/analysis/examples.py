@@ -56,9 +56,7 @@ def redrawn(example: Inputs, generator: torch.Generator) -> Inputs:
 
 def guesses(model: nn.Module) -> Iterator[Inputs]:
     """Inputs that a model may accept, likely ones first."""
-    like = next(
-        (p for p in model.parameters() if p.is_floating_point() or p.is_complex()), torch.empty(0, device="cpu")
-    )
+    like = next(iter(sorted(model.parameters(), key=torch.is_complex)), torch.empty(0, device="cpu"))
     drawn: Any = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
     required = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
     count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required)
