@@ -7,6 +7,8 @@ import io
 import os
 import pickle
 import re
+import subprocess
+import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -57,6 +59,17 @@ def write_idx(root: Path, content: dict[str, np.ndarray], *, compress: bool = Fa
         path.write_bytes(gzip.compress(data) if compress else data)
 
 
+def python2_pickle(pixels: bytes, labels: list[int]) -> bytes:
+    """A batch as the published files have it, opcode by opcode: Python 2, protocol 2, numpy before 2."""
+    return (
+        b"\x80\x02}(U\x06labels](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+        b"U\x04datacnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+        b"(K\x01M" + len(labels).to_bytes(2, "little") + b"M\x00\x0c\x86"
+        b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        b"\x89T" + len(pixels).to_bytes(4, "little") + pixels + b"tbu."
+    )  # fmt: skip
+
+
 def write_pickles(root: Path, content: dict[str, np.ndarray], parts: int) -> Pickles:
     """CIFAR-style batches of an (N, 32, 32, 3) set, and their layout."""
     folder = root / "batches"
@@ -64,7 +77,7 @@ def write_pickles(root: Path, content: dict[str, np.ndarray], parts: int) -> Pic
 
     def write(name: str, x: np.ndarray, y: np.ndarray) -> tuple[str, str]:
         rows = x.transpose(0, 3, 1, 2).reshape(len(x), -1)
-        data = pickle.dumps({b"data": np.ascontiguousarray(rows), b"labels": y.tolist()}, protocol=2)
+        data = python2_pickle(rows.tobytes(), y.tolist())
         (folder / name).write_bytes(data)
         return name, hashlib.md5(data).hexdigest()
 
@@ -217,6 +230,42 @@ def test_a_malicious_pickle_is_refused_before_it_runs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data_batch_1.*mkdir"):
         read("colour", spec_of(COLOUR, partial(read_pickles, layout=layout)), tmp_path)
     assert not target.exists()
+
+
+# A dtype of objects whose flags say that it holds none, an array of it over eight bytes of the file, and its use.
+POINTERS = (
+    b"\x80\x02}(U\x04datacnumpy\nndarray\ncnumpy\nndarray\n(K\x01\x85cnumpy\ndtype\nU\x01O\x85R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ"
+    b"\xff\xff\xff\xffK\x00tbU\x08AAAAAAAAtR\x85RU\x06labels]u."
+)
+READ = """
+import sys
+from pathlib import Path
+from gspace.lab.errors import DataError
+from gspace.lab.formats import Pickles, read_pickles
+batch = ("data_batch_1", sys.argv[2])
+try:
+    print(read_pickles(Path(sys.argv[1]), layout=Pickles("batches", (batch,), (batch,), "labels")).arrays["x_train"])
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["wrong MD5", "right MD5"])
+def test_a_hostile_batch_does_not_crash_the_process(tmp_path: Path, known: bool) -> None:
+    (tmp_path / "batches").mkdir()
+    (tmp_path / "batches" / "data_batch_1").write_bytes(POINTERS)
+    md5 = hashlib.md5(POINTERS if known else b"").hexdigest()
+    command = [sys.executable, "-c", READ, str(tmp_path), md5]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"ended by signal {-done.returncode}"
+    assert ("refused or damaged: an array of b'O'" if known else "damaged: its MD5 is not") in done.stdout
+
+
+def test_a_batch_is_not_unpickled_before_its_checksum_is_compared(tmp_path: Path) -> None:
+    layout = write_pickles(tmp_path, COLOUR, parts=1)
+    (tmp_path / "batches" / "data_batch_1").write_bytes(pickle.dumps({b"data": Malicious(tmp_path / "executed")}))
+    with pytest.raises(DataError, match="its MD5 is not"):
+        read("colour", spec_of(COLOUR, partial(read_pickles, layout=layout)), tmp_path)
 
 
 @pytest.mark.parametrize("change", [_cut, _flip, Path.unlink])
