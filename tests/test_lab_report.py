@@ -39,7 +39,8 @@ def record(recipe: Recipe, error: float | None, *, loss: float = 0.5) -> Record:
         {"iteration": k, "train_loss": loss * 2 / k, "train_error": 0.5, "test_loss": 1.0, "test_error": (error or 0.9)}
         for k in (50, 100)
     )
-    summary = {"status": status, "iteration": 100, "iterations": 100, "test_error": error}
+    ended = {"status": status, "identity": recipe.identity}
+    summary = {**ended, "iteration": 100, "iterations": 100, "test_error": error}
     measured = {"fit_loss": loss} if error is not None else {}
     return Record(Path("x"), recipe, ({"torch": "2.13.0", "gpu": None},), points, {**summary, **measured})
 
@@ -277,25 +278,98 @@ def test_a_run_in_two_places_counts_once_and_the_finished_one_wins(runs: Path, t
     assert all(found.summary for found in archive.read_records([tmp_path, runs]))
 
 
+ENDED = record(BASE, 0.5).summary or {}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"summary": {}},
-        {"summary": {"status": "finished", "test_error": "x"}},
-        {"summary": {"status": "finished", "test_error": math.nan}},
-        {"summary": {"status": "finished", "test_error": 7.5}},
-        {"summary": {"status": "foo", "test_error": 0.5}},
-        {"summary": {"status": "finished", "test_error": 0.5, "identity": "0123456789ab"}},
+        {"summary": {**ENDED, "test_error": "x"}},
+        {"summary": {**ENDED, "test_error": math.nan}},
+        {"summary": {**ENDED, "test_error": 7}},
+        {"summary": {**ENDED, "test_error": -0.5}},
+        {"summary": {**ENDED, "test_error": None}},
+        {"summary": {**ENDED, "test_error": True}},
+        {"summary": {**ENDED, "test_error": 0.25}},
+        {"summary": {**ENDED, "status": "foo"}},
+        {"summary": {**ENDED, "status": "diverged"}},
+        {"summary": {**ENDED, "identity": "0123456789ab"}},
+        {"summary": {**ENDED, "iteration": 99}},
+        {"summary": {**ENDED, "fit_loss": math.inf}},
+        {"summary": {**ENDED, "fit_los": 1.0}},
+        {"summary": {name: value for name, value in ENDED.items() if name != "iterations"}},
+        {"summary": 3},
+        {"curve": {}},
+        {"curve": {key: [1] for key in archive.COLUMNS}},
+        {"curve": {"iteration": [100]}},
+        {"recipe": {}},
+        {"recipe": []},
         {"sessions": [1]},
+        {"sessions": None},
+        {"more": 1},
     ],
     ids=str,
 )
-def test_a_damaged_record_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [".json", ".jsonl"])
+def test_a_damaged_record_is_named(tmp_path: Path, change: dict[str, Any], kind: str) -> None:
+    one = record(BASE, 0.5)
+    path = tmp_path / f"{one.recipe.folder}{kind}"
+    content = {name: value for name, value in json.loads(archive.to_json(one)).items() if name != "digest"}
+    path.write_text(json.dumps(content) + "\n")
+    assert archive.read_records([path])[0].summary == one.summary
+    path.write_text(json.dumps({**content, **change}) + "\n")
+    with pytest.raises(RecordError, match=rf"{path.name}(, line 1)? is no record of a run: \S") as caught:
+        archive.read_records([tmp_path])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["recipe", "sessions", "summary", "curve"])
+def test_a_missing_entry_of_a_record_is_named(tmp_path: Path, name: str) -> None:
     (path,) = archive.export([record(BASE, 0.5)], tmp_path)
-    assert archive.from_json(path).summary
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(RecordError, match=f"{path.name} is no record of a run"):
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in content.items() if key not in (name, "digest")}))
+    with pytest.raises(RecordError, match=f"it has no '{name}'"):
+        archive.read_records([tmp_path])
+
+
+def test_a_changed_number_within_its_range_is_noticed(tmp_path: Path) -> None:
+    (path,) = archive.export([record(BASE, 0.5)], tmp_path)
+    path.write_text(path.read_text().replace('"fit_loss": 0.5', '"fit_loss": 0.25'))
+    with pytest.raises(RecordError, match="its digest differs: it was changed"):
         archive.from_json(path)
+
+
+def test_no_bit_of_a_committed_record_flips_silently(tmp_path: Path) -> None:
+    (path,) = archive.export([record(BASE, 0.5)], tmp_path)
+    whole, content = archive.from_json(path), path.read_bytes()
+    silent = []
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        try:
+            if archive.from_json(path) != whole:
+                silent.append(place)
+        except RecordError:
+            continue
+    assert silent == []
+
+
+def test_records_in_lines_are_those_in_files(tmp_path: Path) -> None:
+    runs = [record(recipe, 0.1 + recipe.seed / 7) for recipe in seeds(BASE, 3)]
+    archive.export(runs, tmp_path / "files")
+    lines = tmp_path / "lines" / "some.jsonl"
+    assert archive.export(runs[1:], lines) == archive.export(runs[:2], lines) == [lines]
+    both = [archive.read_records([tmp_path / name]) for name in ("files", "lines")]
+    assert len(both[0]) == len(lines.read_text().splitlines()) == 3
+    assert [replace(one, folder=lines) for one in both[0]] == both[1]
+    assert archive.read_records([lines]) == both[1]
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    (path,) = archive.export([record(recipe, 0.1) for recipe in seeds(BASE, 3)], tmp_path / "some.jsonl")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(RecordError, match=r"some\.jsonl, line 3 is no record of a run"):
+        archive.read_records([tmp_path])
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"recipe": {"lr": -1, "epochs": 1}, "curve": {}}'])

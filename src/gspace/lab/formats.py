@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gspace.lab.errors import DataError
+from gspace.lab.errors import DataError, reason
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 
@@ -45,7 +45,7 @@ def read_npz(root: Path, *, file: str) -> Raw | None:
                 raise DataError(f"{path} has no array {missing[0]!r}: it holds {', '.join(archive.files) or 'nothing'}")
             arrays = {key: archive[key] for key in KEYS}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} is damaged: {one_line(error)}") from error
+        raise DataError(f"{path} is damaged: {reason(error)}") from error
     return Raw(arrays, dict.fromkeys(KEYS, path))
 
 
@@ -172,7 +172,7 @@ def unpickle(content: bytes, path: Path) -> dict[bytes, Any]:
     try:
         entry = _Unpickler(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:  # a damaged pickle may raise nearly anything
-        raise DataError(f"{path} is refused or damaged: {one_line(error)}") from error
+        raise DataError(f"{path} is refused or damaged: {reason(error)}") from error
     if not isinstance(entry, dict):
         raise DataError(f"{path} is not a CIFAR batch: it holds a {type(entry).__name__}")
     return entry
@@ -183,9 +183,4 @@ def _bytes(path: Path) -> bytes:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is damaged or unreadable: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """The message of an exception on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{path} is damaged or unreadable: {reason(error)}") from error

@@ -2,6 +2,7 @@
 
     gspace report runs --out report             # report.md, report.html, figures/*.png and *.svg
     gspace report runs --export results         # small JSON records to commit; a report can be made from them again
+    gspace report runs --export table-1.jsonl   # the same in one file, added to those that are in it
 
 The same records give the same bytes.
 """
@@ -54,7 +55,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUNS", type=Path, nargs="+", help="folders of run folders or of records")
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="where to (default: report)")
     parser.add_argument("--only", metavar="NAME,...", help="experiments to report on (default: all that were begun)")
-    parser.add_argument("--export", type=Path, metavar="DIR", help="write small JSON records there instead")
+    parser.add_argument(
+        "--export", type=Path, metavar="PATH", help="write small records there instead: a folder, or one .jsonl file"
+    )
     parser.add_argument("--json", action="store_true", help="print the tables (or the exported files) as JSON")
 
 
@@ -64,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
         raise RecordError(f"no runs below {', '.join(map(str, args.runs))}")
     if args.export:
         written = export(records, args.export)
-        print(json.dumps([str(path) for path in written], indent=1) if args.json else f"{len(written)} records written")
+        files = "1 file" if len(written) == 1 else f"{len(written)} files"
+        print(json.dumps([str(path) for path in written], indent=1) if args.json else f"{files} written")
         return 0
     names = args.only.split(",") if args.only else list(EXPERIMENTS)
     chosen = [EXPERIMENTS[check_name("experiment", name, EXPERIMENTS)] for name in names]
