@@ -61,6 +61,8 @@ REFUSED = {
     "nesterov": (1, "true or false"),
     "hidden": (64, "must be a list"),
     "milestones": ((0.75, 0.5), "not in order"),
+    "schedule": ("linear", "unknown schedule"),
+    "warm_up": (1.5, "warm_up must be at most 1"),
     "weight_decay": (math.nan, "at least 0"),
     "epochs": (3, "either iterations or epochs"),
     "iterations": (None, "either iterations or epochs"),
@@ -74,6 +76,11 @@ def test_a_bad_field_is_refused_on_one_line(field: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         RECIPE.but(**{field: value})
     assert "\n" not in str(caught.value)
+
+
+def test_a_cosine_with_milestones_is_refused() -> None:
+    with pytest.raises(RecipeError, match="a cosine has no milestones"):
+        Recipe(iterations=10, schedule="cosine", milestones=(0.5,))
 
 
 def test_an_unknown_field_is_refused_with_the_nearest() -> None:

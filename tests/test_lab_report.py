@@ -110,6 +110,18 @@ def test_the_papers_number_stands_beside_ours_and_controls_last() -> None:
     ]
 
 
+def test_a_start_that_is_no_control_is_compared_with_the_usual_one() -> None:
+    base, other, start = cell(SGD), cell(G_SGD), cell(replace(CONTROL, control=False))
+    runs = found((base, (0.08,)), (other, (0.07,)), (start, (0.06,)))
+    made = table("test error", [base, start, other], runs, ERROR)
+    (row,) = made.rows
+    assert list(zip(made.head, row, strict=True))[4:] == [
+        ("G-SGD against SGD", "-1.00 (1)"),
+        ("G-SGD against SGD from skeleton init", "+1.00 (1)"),
+        ("SGD from skeleton init against SGD", "-2.00 (1)"),
+    ]
+
+
 def test_a_control_that_was_not_run_is_named_above_its_table() -> None:
     base, other, control = cell(SGD), cell(G_SGD), cell(CONTROL)
     made = table("test error", [control, base, other], found((base, (0.08,))), ERROR)

@@ -29,7 +29,7 @@ from gspace.lab.optimizers import build_optimizer
 from gspace.lab.queue import batches, read_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Run, open_run, read_run
-from gspace.lab.schedule import drops, learning_rate, steps_per_epoch, total_iterations
+from gspace.lab.schedule import changes, drops, learning_rate, steps_per_epoch, total_iterations
 from gspace.lab.stacked import activations, largest_stack, losses_and_gradients, matrices, stack, stackable
 from gspace.lab.stopping import stop_requests
 from gspace.lab.train import train, train_many
@@ -42,6 +42,7 @@ PLAIN = CNN.but(model="plain-10", width=2, augment="crop-flip", lr=0.05)
 CASES = {
     "sgd": SMALL,
     "sgd with momentum": SMALL.but(momentum=0.9, nesterov=True, weight_decay=1e-3, lr=0.02, milestones=(0.5,)),
+    "sgd, cosine": SMALL.but(momentum=0.9, lr=0.02, schedule="cosine", warm_up=0.2),
     "gsgd": SMALL.but(optimizer="gsgd", init="skeleton", lr=0.05),
     "gsgd, usual initialisation": SMALL.but(optimizer="gsgd", lr=0.05),
     "gsgd with momentum": SMALL.but(optimizer="gsgd", init="skeleton", momentum=0.9, lr=0.01, weight_decay=1e-4),
@@ -175,6 +176,43 @@ def test_torchvisions_draw_has_six_times_the_variance_and_is_the_seeds() -> None
     square = own.get_parameter(names[1])
     assert (theirs.get_parameter(names[1]).var() / square.var()).item() == pytest.approx(6, rel=0.2)
     assert torch.equal(own.linear.weight, theirs.linear.weight)
+
+
+def test_identity_like_starts_are_what_they_say() -> None:
+    source = feed(load("digits"), "standard", "none")
+    recipe = SMALL.but(model="resnet-10", width=4)
+    own, added, dirac, delta, again, other = (
+        initial_model(recipe.but(init=init, seed=seed), source)
+        for init, seed in (
+            ("default", 0), ("dirac-added", 0), ("dirac", 0), ("delta-orthogonal", 0), ("delta-orthogonal", 0),
+            ("delta-orthogonal", 1),
+        )
+    )  # fmt: skip
+    for name, w in own.named_parameters():
+        a, b, c = (model.get_parameter(name) for model in (added, dirac, delta))
+        if w.dim() != 4:
+            assert torch.equal(a, w)
+            assert torch.equal(b, w)
+            assert torch.equal(c, w)
+            continue
+        outputs, inputs, size, _ = w.shape
+        one = torch.zeros_like(w)
+        for k in range(min(outputs, inputs)):
+            one[k, k, size // 2, size // 2] = 1
+        assert torch.equal(a, w + one), name
+        assert torch.equal(b, one if outputs == inputs else w), name
+        centre = c[:, :, size // 2, size // 2]
+        torch.testing.assert_close(centre.T @ centre, torch.eye(inputs))  # of rounding in float32
+        assert c.count_nonzero() == centre.count_nonzero()
+        assert torch.equal(c, again.get_parameter(name))
+        assert not torch.equal(c, other.get_parameter(name))
+
+
+def test_an_identity_convolution_passes_an_image_on() -> None:
+    source = feed(load("digits"), "standard", "none")
+    model = initial_model(SMALL.but(model="plain-10", width=4, init="dirac"), source)
+    x = torch.randn(2, 4, 8, 8)
+    assert torch.equal(model.get_submodule("stages.0.0.conv")(x), x)
 
 
 def test_random_signs_are_the_seeds() -> None:
@@ -682,6 +720,37 @@ def test_the_paper_s_schedule() -> None:
     assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
     assert total_iterations(Recipe(epochs=100, batch_size=64), 60_000) == 93_700
     assert steps_per_epoch(Recipe(iterations=1), 50_000) == 390
+
+
+def test_a_cosine_behind_a_warm_up_is_torchs() -> None:
+    recipe = Recipe(iterations=50, lr=0.1, schedule="cosine", warm_up=0.1)
+    rule = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    rise = torch.optim.lr_scheduler.LinearLR(rule, 1 / 5, total_iters=4)
+    fall = torch.optim.lr_scheduler.CosineAnnealingLR(rule, 45)
+    both = torch.optim.lr_scheduler.SequentialLR(rule, [rise, fall], [5])
+    expected = []
+    for _ in range(50):
+        expected.append(rule.param_groups[0]["lr"])
+        rule.step()
+        both.step()
+    assert [learning_rate(recipe, i, 50) for i in range(50)] == pytest.approx(expected)
+    assert list(changes(recipe, 50)) == list(range(50))
+
+
+def test_a_warm_up_before_steps() -> None:
+    recipe = Recipe(iterations=100, lr=1.0, milestones=(0.5,), warm_up=0.04)
+    rates = [learning_rate(recipe, i, 100) for i in (0, 3, 4, 49, 50)]
+    assert rates == pytest.approx([0.25, 1, 1, 1, 0.1])
+    assert 2 in changes(recipe, 100)
+    assert tuple(changes(recipe.but(warm_up=0.0), 100)) == (50,)
+
+
+def test_the_curve_shows_the_rates_of_a_cosine(tmp_path: Path) -> None:
+    recipe = CNN.but(schedule="cosine", warm_up=0.25)
+    train(recipe, tmp_path)
+    found = {line["iteration"]: line["lr"] for line in curve(tmp_path, recipe)}
+    assert found == {i: learning_rate(recipe, i - 1, 12) for i in (5, 10, 12)}
+    assert found[5] > found[10] > found[12] > 0
 
 
 # --- stacks -----------------------------------------------------------------------------------------------------------

@@ -79,16 +79,25 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
+    """All of a report.
+
+    Attributes:
+        summary: Tables before all sections.
+    """
+
     title: str
     command: str
     text: tuple[str, ...]
     sections: tuple[Section, ...]
     appendix: tuple[Table, ...]
+    summary: tuple[Table, ...] = ()
 
 
 def markdown(document: Document, figures: str) -> str:
     """The document as Markdown; `figures` is the folder of its figures, relative to the file."""
     lines = [f"# {document.title}", "", *_paragraphs(document.text), f"Written by {code(document.command)}.", ""]
+    for table in document.summary:
+        lines += [f"## {table.title}", "", *_paragraphs(filter(None, [table.note])), *_table(table), ""]
     for section in document.sections:
         lines += [f"## {section.title}", "", *_paragraphs(section.text), code(section.command), ""]
         for table in section.tables:

@@ -14,7 +14,7 @@ from gspace.lab.errors import RecordError, reason
 from gspace.lab.learners import Learner, live, load_state, state_of
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, METRICS, Run, finite
-from gspace.lab.schedule import drops, evaluation_interval, learning_rate, points, steps_per_epoch, total_iterations
+from gspace.lab.schedule import changes, evaluation_interval, learning_rate, points, steps_per_epoch, total_iterations
 from gspace.lab.schema import Line
 from gspace.lab.stopping import Stop, interruption
 from gspace.lab.transform import Feed, epoch_rows
@@ -64,7 +64,7 @@ class Loop:
         self.wall = 0.0  # the same with evaluation and checkpoints
         self.session = 0  # iterations of this one
         self.overhead = 0.0  # seconds to load, build, compile and capture
-        self.drops = drops(self.recipe, self.total)
+        self.changes = changes(self.recipe, self.total)
         self.advance: Callable[[Tensor], None] = learner.step
         self._resume()
 
@@ -135,7 +135,7 @@ class Loop:
             epoch, step = divmod(self.iteration, self.epoch_steps)
             if rows is None or step == 0:
                 rows = self._rows(epoch)
-            if not rates or self.iteration in self.drops:
+            if not rates or self.iteration in self.changes:
                 rates = [learning_rate(run.recipe, self.iteration, self.total) for run in self.runs]
                 self.learner.set_rates(rates)
             self.advance(rows[step])

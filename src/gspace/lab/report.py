@@ -17,6 +17,7 @@ from itertools import combinations
 from pathlib import Path
 
 from gspace.lab.archive import export, read_records, scores_of, short_recipe
+from gspace.lab.claims import claims
 from gspace.lab.cost import CPU, GPU, duration, estimate
 from gspace.lab.document import Document, Section, Table, code, markdown, names
 from gspace.lab.errors import RecordError
@@ -42,9 +43,9 @@ from gspace.lab.tabulate import MEASURES, Found, outcome, tables, write
 TITLE = "Measured with gspace"
 READING = (
     "Numbers are mean ± sample standard deviation (number of runs). A run that diverged is counted, not averaged. "
-    "Differences are between runs of one seed; a negative one favours G-SGD. Curves are means; the band is from the "
-    "smallest to the largest run. Training loss is, in tables, that of the finished network on all training images as "
-    "they are; in curves, the mean over the batches since the last point, as they were trained on.",
+    "Differences are between runs of one seed; a negative one favours the method named first. Curves are means; the "
+    "band is from the smallest to the largest run. Training loss is, in tables, that of the finished network on all "
+    "training images as they are; in curves, the mean over the batches since the last point, as they were trained on.",
     "*SGD from skeleton init* starts where G-SGD starts. *Free skeleton frozen* also keeps the skeleton weights that "
     "G-SGD never changes, one out of every unit. *Skeleton paths held* is G-SGD that keeps its other skeleton weights "
     "too. *Ratio* and *drift* bound how far the value of a skeleton path may go in one step and in all.",
@@ -102,6 +103,8 @@ def publish(document: Document, out: Path) -> list[Path]:
 def as_json(document: Document) -> str:
     """The tables by section, for other programs."""
     content = {section.name: _rows(section.tables) for section in document.sections}
+    if document.summary:
+        content["summary"] = _rows(document.summary)
     appendix = _rows(table for table in document.appendix if table.rows)
     if appendix:
         content["appendix"] = appendix
@@ -154,7 +157,8 @@ def assemble(
         _environments(records),
     )
     sections = tuple(section(part, found) for part in parts)
-    return Document(TITLE, command, READING, sections, tuple(table for table in appendix if table.rows))
+    kept, summary = ([table for table in some if table.rows] for some in (appendix, (claims(experiments, found),)))
+    return Document(TITLE, command, READING, sections, tuple(kept), tuple(summary))
 
 
 def begun(experiment: Experiment, found: Found) -> Iterator[Part]:
