@@ -790,7 +790,11 @@ def test_ctrl_c_while_torch_is_imported_shows_no_traceback() -> None:
     module, function = project["project"]["scripts"]["gspace"].split(":")
     script = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"  # what pip installs
     command = [sys.executable, "-X", "importtime", "-c", script, "--version"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stderr is not None
     assert any("torch" in line for line in process.stderr)  # a first part of it is imported
     process.send_signal(signal.SIGINT)
