@@ -22,7 +22,7 @@ from gspace.lab import cli, queue
 from gspace.lab.archive import read_records
 from gspace.lab.data import load
 from gspace.lab.engine import Engine, restore, snapshot
-from gspace.lab.errors import BusyError, DeviceError, Interrupted, RecipeError, RecordError
+from gspace.lab.errors import BusyError, DeviceError, Interrupted, LabError, RecipeError, RecordError
 from gspace.lab.learners import Single, initial_model, live, loss_and_errors
 from gspace.lab.loop import Progress
 from gspace.lab.optimizers import build_optimizer
@@ -945,6 +945,73 @@ def test_a_record_of_another_shape_is_named(tmp_path: Path, name: str, content: 
     for use in (lambda: train(recipe, tmp_path), lambda: read_run(path.parent)):
         with pytest.raises(RecordError, match=name):
             use()
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "metrics.jsonl", "summary.json"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_run_does_not_go_on_with_the_files_of_another_seed(tmp_path: Path, name: str, stacked: bool) -> None:
+    recipe, other = SMALL, SMALL.but(seed=1)
+    if name == "summary.json":
+        train(other, tmp_path)
+    else:
+        with pytest.raises(Interrupted):
+            train(other, tmp_path, stop=stop_at(16))
+    with pytest.raises(Interrupted):
+        train(recipe, tmp_path, stop=stop_at(16))
+    foreign = tmp_path / recipe.folder / name
+    foreign.write_bytes((tmp_path / other.folder / name).read_bytes())
+    before = contents(tmp_path / recipe.folder)
+    with pytest.raises(RecordError, match=name):
+        train_many([recipe], tmp_path) if stacked else train(recipe, tmp_path)
+    assert contents(tmp_path / recipe.folder) == before
+
+
+def replace_state(run: Run, **entries: Any) -> None:
+    state = run.load()
+    assert state is not None
+    run.save({**state, **entries})
+
+
+def test_a_stack_does_not_reach_outside_of_its_folder(tmp_path: Path) -> None:
+    recipes = [SMALL.but(seed=seed) for seed in range(2)]
+    victim = SMALL.but(seed=2)
+    for some, out in (([victim], tmp_path), (recipes, tmp_path / "runs")):
+        with pytest.raises(Interrupted):
+            train_many(some, out, stop=stop_at(16))
+    with open_run(tmp_path / "runs", recipes[0]) as run:
+        replace_state(run, members=[recipes[0].folder, f"../{victim.folder}"])
+    before = contents(tmp_path / victim.folder)
+    with pytest.raises(RecordError, match="checkpoint is that of another run"):
+        train_many(recipes[:1], tmp_path / "runs")
+    assert contents(tmp_path / victim.folder) == before
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "another kind": {"kind": "other"},
+    "other members": {"members": [SMALL.folder, SMALL.but(seed=1).folder]},
+    "a run that no stack has beside it": {"kind": "stacked", "members": [SMALL.folder, CNN.folder]},
+    "an iteration too far": {"iteration": 10**9},
+    "an iteration that is none": {"iteration": "3"},
+    "no learner": {"learner": None},
+    "an empty learner": {"learner": {"model": {}, "optimizer": {}}},
+    "totals of another size": {"totals": torch.zeros(7, 3)},
+    "no random state": {"random": torch.zeros(3)},
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_checkpoint_that_does_not_fit_is_one_line(tmp_path: Path, change: str, stacked: bool) -> None:
+    for recipe in (SMALL, SMALL.but(seed=1), CNN):
+        with pytest.raises(Interrupted):
+            train(recipe, tmp_path, stop=stop_at(4))
+    with open_run(tmp_path, SMALL) as run:
+        replace_state(run, **HOSTILE[change])
+    before = contents(tmp_path)
+    with pytest.raises(LabError) as caught:
+        train_many([SMALL], tmp_path) if stacked else train(SMALL, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert contents(tmp_path) == before
 
 
 def test_a_stack_goes_on_although_one_of_its_runs_has_ended(tmp_path: Path) -> None:

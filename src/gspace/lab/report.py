@@ -2,6 +2,7 @@
 
     gspace report runs --out report             # report.md, report.html, figures/*.png and *.svg
     gspace report runs --export results         # small JSON records to commit; a report can be made from them again
+    gspace report runs --export table-1.jsonl   # the same in one file, added to those that are in it
 
 The same records give the same bytes.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from gspace.lab.archive import export, read_records, scores_of, short_recipe
 from gspace.lab.claims import claims
 from gspace.lab.cost import CPU, GPU, duration, estimate
-from gspace.lab.document import Document, Section, Table, markdown
+from gspace.lab.document import Document, Section, Table, code, markdown, names
 from gspace.lab.errors import RecordError
 from gspace.lab.experiment import (
     DATA_NAMES,
@@ -55,7 +56,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUNS", type=Path, nargs="+", help="folders of run folders or of records")
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="where to (default: report)")
     parser.add_argument("--only", metavar="NAME,...", help="experiments to report on (default: all that were begun)")
-    parser.add_argument("--export", type=Path, metavar="DIR", help="write small JSON records there instead")
+    parser.add_argument(
+        "--export", type=Path, metavar="PATH", help="write small records there instead: a folder, or one .jsonl file"
+    )
     parser.add_argument("--json", action="store_true", help="print the tables (or the exported files) as JSON")
 
 
@@ -65,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         raise RecordError(f"no runs below {', '.join(map(str, args.runs))}")
     if args.export:
         written = export(records, args.export)
-        print(json.dumps([str(path) for path in written], indent=1) if args.json else f"{len(written)} records written")
+        files = "1 file" if len(written) == 1 else f"{len(written)} files"
+        print(json.dumps([str(path) for path in written], indent=1) if args.json else f"{files} written")
         return 0
     names = args.only.split(",") if args.only else list(EXPERIMENTS)
     chosen = [EXPERIMENTS[check_name("experiment", name, EXPERIMENTS)] for name in names]
@@ -84,14 +88,15 @@ def publish(document: Document, out: Path) -> list[Path]:
     except OSError as error:
         raise RecordError(f"cannot write {out}: {error.strerror or error}") from error
     text, html = out / "report.md", out / "report.html"
-    write_atomic(text, markdown(document, "figures").encode())
-    write_atomic(html, page(document).encode())
     drawn = [
         path
         for section in document.sections
         if section.panels
         for path in draw(section.panels, out / "figures" / section.name)
     ]
+    write_atomic(text, markdown(document, "figures").encode())
+    pictures = {path.stem: path.read_bytes() for path in drawn if path.suffix == ".svg"}
+    write_atomic(html, page(document, pictures).encode())
     return [text, html, *drawn]
 
 
@@ -108,13 +113,7 @@ def as_json(document: Document) -> str:
 
 def _rows(tables: Iterable[Table]) -> dict[str, list[dict[str, str]]]:
     """Rows by the names of their columns, for each table by its title."""
-    return {table.title: [dict(zip(_names(table.head), row, strict=True)) for row in table.rows] for table in tables}
-
-
-def _names(head: Sequence[str]) -> list[str]:
-    """The head with every name once: "ours" stands behind the paper's column of each method."""
-    paper = [name.removesuffix(": paper") for name in ("", *head[:-1])]
-    return [f"{method}: ours" if name == "ours" else name for method, name in zip(paper, head, strict=True)]
+    return {table.title: [dict(zip(names(table.head), row, strict=True)) for row in table.rows] for table in tables}
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ def _missing(experiments: Sequence[Experiment], parts: Sequence[Part], found: Fo
             runs = [recipe for recipe in part.left if (recipe.stands_for or recipe.data) == data]
             machine = CPU if part.variant.quick else GPU
             cost = f"{duration(estimate(runs, machine))} on {machine.name}"
-            command = f"`{part.command}{f' --data {data}' if len(sets) > 1 else ''}{counting}`"
+            command = code(f"{part.command}{f' --data {data}' if len(sets) > 1 else ''}{counting}")
             count = Counter(part.left[recipe].key for recipe in runs)
             which = ", ".join(f"{n} {key}" for key, n in count.items())
             name = f"{part.experiment.name}{part.variant.flags}, {DATA_NAMES[data]}"
