@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from gspace.analysis.forward import Inputs, TraceError
 ROWS = 2  # of a guessed batch: BatchNorm needs more than one
 SIDES = (32, 28, 64, 16, 8, 29, 96, 224, 48, 5, 4, 299)
 TOKENS = (16, 7)
+LAYERS = 3  # that a guess is made from: a parameter of the model itself may come first, or a slope
 
 
 def batches(example_input: Any) -> list[Inputs]:
@@ -75,11 +77,18 @@ def guesses(model: nn.Module) -> Iterator[Inputs]:
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Sizes of an input, by the first layer that has parameters; and below which number its integers lie, or 0."""
+    """Sizes of an input, by the first layers that have parameters; and below which number its integers lie, or 0."""
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, Mapping) and "input_size" in config:
         yield (ROWS, *config["input_size"]), 0
-    layer: Any = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
+    layers = (m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
+    found: dict[tuple[tuple[int, ...], int], None] = {}
+    for layer in islice(layers, LAYERS):
+        found.update(dict.fromkeys(_layer_shapes(layer)))
+    yield from found or [((ROWS, 1), 0), ((ROWS, TOKENS[-1], 1), 0)]
+
+
+def _layer_shapes(layer: Any) -> Iterator[tuple[tuple[int, ...], int]]:
     if isinstance(layer, nn.Embedding):
         yield from (((ROWS, n), layer.num_embeddings) for n in TOKENS)
         return
@@ -87,7 +96,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], int]]:
     channels = getattr(layer, "in_channels", getattr(layer, "num_features", None))
     if rank and isinstance(channels, int):
         yield from (((ROWS, channels, *[side] * rank), 0) for side in SIDES)
-    widths = [n for p in layer.parameters(recurse=False) for n in reversed(p.shape)] if layer is not None else []
+    widths = [n for p in layer.parameters(recurse=False) for n in reversed(p.shape)]
     for width in dict.fromkeys([getattr(layer, "in_features", 1), *widths]):
         yield (ROWS, width), 0
         yield (ROWS, TOKENS[-1], width), 0

@@ -174,6 +174,10 @@ class Follow(TorchDispatchMode):
                 if not torch.equal(left, right):  # a rotary embedding adds a value to a permutation of itself
                     reason = "a residual connection (residual='tie' would tie the two streams)"
                     self.pin(torch.cat([left, right]), reason)
+        fa, fb = thin(a, b)
+        met = ((fa == GROUND) | (fb == GROUND)) & (fa != ANY) & (fb != ANY) & (fa != fb)
+        if bool(met.any()):
+            self.pin(torch.maximum(fa, fb)[met], "meets what has no scale")
         return self.tied(a, b)
 
     def tied(self, a: Tensor, b: Tensor) -> Tensor:
