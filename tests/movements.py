@@ -91,7 +91,6 @@ MOVES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 }
 
 
-
 class Movement(Program):
     """`forward` is what stands between the convolutions."""
 
@@ -170,10 +169,14 @@ PLACES = {
     "channels gathered": Program(lambda s, x: s.c(F.relu(s.a(x)).index_select(-1, torch.arange(8))), 8),
     "tokens gathered": Program(lambda s, x: s.c(F.relu(s.a(x)).index_select(1, torch.tensor([4, 2]))), 8, TOKENS),
     "as many rows gathered as there are samples": Program(
-        lambda s, x: s.l(F.relu(s.a(x)).index_select(0, torch.arange(4).repeat(8)).view(x.size(0), -1)), 8, derivatives=False
+        lambda s, x: s.l(F.relu(s.a(x)).index_select(0, torch.arange(4).repeat(8)).view(x.size(0), -1)),
+        8,
+        derivatives=False,
     ),
     "rows repeated": Program(lambda s, x: s.c(F.relu(s.a(x)).repeat(2, 1)), 8),
-    "rows repeated into channels": Program(lambda s, x: s.l(F.relu(s.a(x)).repeat(8, 1).view(x.size(0), -1)), 8, derivatives=False),
+    "rows repeated into channels": Program(
+        lambda s, x: s.l(F.relu(s.a(x)).repeat(8, 1).view(x.size(0), -1)), 8, derivatives=False
+    ),
     "channels repeated": Program(lambda s, x: s.l(F.relu(s.a(x)).repeat(1, 8)), 8),
     "channels repeated in a new dimension": Program(lambda s, x: s.c(F.relu(s.a(x)).repeat(2, 1, 1)), 8),
     "tokens repeated": Program(lambda s, x: s.c(F.relu(s.a(x)).repeat(1, 3, 1)), 8, TOKENS),
@@ -203,7 +206,9 @@ PLACES = {
     "unsqueezed": Program(lambda s, x: s.c(F.relu(s.a(x)).unsqueeze(1)).squeeze(1), 8),
     # BatchNorm1d normalizes tokens, the linear layers act on channels
     "BatchNorm1d over tokens": Program(lambda s, x: s.c(F.relu(s.bn6(s.a(x)))), 1, TOKENS, H_absorbed=1),
-    "all dimensions turned round": Program(lambda s, x: s.turned(F.relu(s.a(x)).permute(3, 2, 1, 0).split(2, -2)[0]), 1, FRAMES),
+    "all dimensions turned round": Program(
+        lambda s, x: s.turned(F.relu(s.a(x)).permute(3, 2, 1, 0).split(2, -2)[0]), 1, FRAMES
+    ),
     "halves of the frames": Program(lambda s, x: s.c(F.relu(s.a(x)).chunk(2, -3)[0]), 8, FRAMES),
     "parts of the frames": Program(lambda s, x: s.c(F.relu(s.a(x)).tensor_split(3, -3)[1]), 8, FRAMES),
     "halves of a sample": Program(lambda s, x: s.c(F.relu(s.a(x))[-1].chunk(2, -2)[0]), 8, TOKENS),
@@ -272,9 +277,7 @@ BATCHES = {
     "channels shifted by zeros": Program(shifted, 4, IMAGES),
     # 4 channels, 2 of `head`, 8 of `a`, and an output of `c` that nothing reads
     "new tokens": Program(queries, 15, IMAGES),
-    "keepdims": Program(
-        lambda s, x: s.head(F.relu(s.k(x)).mean(axis=0, keepdims=True)[0].mean((-1, -2))), 4, IMAGES
-    ),
+    "keepdims": Program(lambda s, x: s.head(F.relu(s.k(x)).mean(axis=0, keepdims=True)[0].mean((-1, -2))), 4, IMAGES),
     "gated, padded, cut and joined": Program(gated, 4, IMAGES),
     "a sum with an image": Program(
         lambda s, x: s.o((F.adaptive_avg_pool2d(h := F.relu(s.k(x)), 1) + h).permute(0, 2, 3, 1).flatten(1)), 4, IMAGES

@@ -194,7 +194,9 @@ WRITES = {
     # 8, and 4 behind the gain
     "written through a part": Program(through_a_part, 12, derivatives=False),
     "written through .data": Program(through_data, 16, derivatives=False),
-    "out=": Program(lambda s, x: (g := torch.sigmoid(s.b(x)), torch.mul(g, F.relu(s.a(x)), out=g), s.c(g))[2], 8, derivatives=False),
+    "out=": Program(
+        lambda s, x: (g := torch.sigmoid(s.b(x)), torch.mul(g, F.relu(s.a(x)), out=g), s.c(g))[2], 8, derivatives=False
+    ),
     # 5 of a and 3 of b are read; 3 and 5 are not
     "written into a slice": Program(assigned, 16, derivatives=False),
     "zeros, filled by two layers": Program(zeros_filled, 16),
@@ -223,13 +225,9 @@ PARAMETERS = {
         lambda s, x: torch.cat([s.c(F.relu(s.a(x))), sum((p**2).sum() for p in s.parameters()).expand(len(x), 1)], 1), 0
     ),
     "a maximum with a bias": Program(lambda s, x: torch.maximum(s.f(F.relu(s.a(x))), s.a.bias), 0),
-    "a value in a new tensor": Program(
-        lambda s, x: s.c(F.relu(s.a(x))) + x.new_full((1,), 1.0) * s.a.bias.sum(), 0
-    ),
+    "a value in a new tensor": Program(lambda s, x: s.c(F.relu(s.a(x))) + x.new_full((1,), 1.0) * s.a.bias.sum(), 0),
     "mm": Program(lambda s, x: s.c(torch.mm(F.relu(s.a(x)), s.w).relu()), 16),
-    "addmm with factors": Program(
-        lambda s, x: s.c(torch.addmm(s.g, F.relu(s.a(x)), s.w, beta=2, alpha=-3).relu()), 16
-    ),
+    "addmm with factors": Program(lambda s, x: s.c(torch.addmm(s.g, F.relu(s.a(x)), s.w, beta=2, alpha=-3).relu()), 16),
     "addmm of two layers": Program(lambda s, x: s.c(torch.addmm(s.b(x), F.relu(s.a(x)), s.w).relu()), 16),
     # both write the same 8 products
     "addmm of activations": Program(lambda s, x: torch.addmm(x[:, :4], F.relu(s.a(x)), F.relu(s.b(x)).t()), 8),
@@ -240,9 +238,7 @@ PARAMETERS = {
     # one factor, which the norm divides out
     "weight divided by its norm": Program(lambda s, x: s.c(F.relu(F.linear(x, s.v / s.v.norm()))), 1),
     "a column of the weight is the bias": Program(lambda s, x: s.c(F.relu(F.linear(x, s.v, s.v[:, 0]))), 8),
-    "one bias for two layers": Program(
-        lambda s, x: s.c(F.relu(F.linear(F.relu(F.linear(x, s.v, s.g)), s.w, s.g))), 8
-    ),
+    "one bias for two layers": Program(lambda s, x: s.c(F.relu(F.linear(F.relu(F.linear(x, s.v, s.g)), s.w, s.g))), 8),
     "one value as bias of all channels": Program(lambda s, x: s.c(F.relu(F.linear(x, s.v) + s.one)), 1),
     # 8 of the layer, and the factor that is theirs
     "one learned factor for all channels": Program(lambda s, x: s.c(F.relu(s.a(x)) * s.one), 9),
@@ -256,9 +252,7 @@ PARAMETERS = {
     "one BatchNorm twice": Program(lambda s, x: s.c(F.relu(s.bn(s.f(F.relu(s.bn(s.a(x))))))), 8, H_absorbed=8),
     "a bias with more dimensions": Program(lambda s, x: s.o(F.relu(s.k(x) + s.bias5)[:, 0].flatten(1)), 4, IMAGES),
     "a factor with more dimensions": Program(lambda s, x: s.o(F.relu(s.k(x) * s.bias5)[:, 0].flatten(1)), 8, IMAGES),
-    "an embedding that is also the output": Program(
-        lambda s, x: F.linear(s.e((x > 0).long().sum(1)), s.e.weight), 0
-    ),
+    "an embedding that is also the output": Program(lambda s, x: F.linear(s.e((x > 0).long().sum(1)), s.e.weight), 0),
 }
 
 # Values that are chosen, compared, rounded or read --------------------------------------------------------------------
@@ -268,7 +262,9 @@ CHOICES = {
         lambda s, x: s.c((F.relu(s.a(x)) * 4).to(torch.int32).to(torch.float64)), 0, derivatives=False
     ),
     "a sum of whole numbers": Program(
-        lambda s, x: s.o((10 * F.relu(s.k(x))).sum((2, 3), dtype=torch.long, keepdim=True).double().expand(-1, -1, 3, 3).flatten(1)),
+        lambda s, x: s.o(
+            (10 * F.relu(s.k(x))).sum((2, 3), dtype=torch.long, keepdim=True).double().expand(-1, -1, 3, 3).flatten(1)
+        ),
         0,
         IMAGES,
         derivatives=False,
@@ -290,16 +286,10 @@ CHOICES = {
     "1 where it is negative": Program(lambda s, x: s.c(torch.where(s.a(x) > 0, s.a(x), 1)), 0),
     "a leaky ReLU by hand": Program(lambda s, x: s.c(torch.where((h := s.a(x)) > 0, h, 0.1 * h)), 8),
     "a leaky ReLU by hand, as a method": Program(lambda s, x: s.c((h := s.a(x)).where(h > 0, -h)), 8),
-    "a leaky ReLU that is shifted": Program(
-        lambda s, x: s.c(torch.where((h := s.a(x)) > 0, h, 0.1 * h + x[:, :1])), 0
-    ),
-    "a constant or a layer": Program(
-        lambda s, x: s.c(torch.where(s.a(x) > 0, x[:, :1].expand(-1, 8), s.a(x))), 0
-    ),
+    "a leaky ReLU that is shifted": Program(lambda s, x: s.c(torch.where((h := s.a(x)) > 0, h, 0.1 * h + x[:, :1])), 0),
+    "a constant or a layer": Program(lambda s, x: s.c(torch.where(s.a(x) > 0, x[:, :1].expand(-1, 8), s.a(x))), 0),
     "one layer or the other": Program(lambda s, x: s.c(torch.where(x[:, :1] > 0, s.a(x), s.b(x))), 8),
-    "a mask with more dimensions": Program(
-        lambda s, x: s.c(torch.where(x[:, :1] > 0, F.relu(s.a(x[0])), 0)[:, :8]), 8
-    ),
+    "a mask with more dimensions": Program(lambda s, x: s.c(torch.where(x[:, :1] > 0, F.relu(s.a(x[0])), 0)[:, :8]), 8),
     "one layer larger than the other": Program(
         lambda s, x: s.c(torch.where(s.a(x) > s.b(x), s.a(x), 0)), 8, derivatives=False
     ),
@@ -314,13 +304,19 @@ CHOICES = {
     ),
     # 8 behind the norm; the rows in front have one scale, which `c` takes back
     "a constant made of a statistic": Program(
-        lambda s, x: s.c(F.relu(s.bn(s.a(x)))) * torch.rsqrt(s.bn.running_var + 1e-30).sum(), 8,
-        H_absorbed=1, derivatives=False,
+        lambda s, x: s.c(F.relu(s.bn(s.a(x)))) * torch.rsqrt(s.bn.running_var + 1e-30).sum(),
+        8,
+        H_absorbed=1,
+        derivatives=False,
     ),
     "a mask of rows": Program(lambda s, x: s.c(F.relu(s.a(x))[x[:, 0] > -9]), 8),
     "places of maxima": Program(
-        lambda s, x: s.c((h := F.relu(s.a(x))) * (h.unflatten(1, (4, 2)).max(2, keepdim=True).indices == 0).flatten(1)
-                         .repeat_interleave(2, 1)), 4, derivatives=False
+        lambda s, x: s.c(
+            (h := F.relu(s.a(x)))
+            * (h.unflatten(1, (4, 2)).max(2, keepdim=True).indices == 0).flatten(1).repeat_interleave(2, 1)
+        ),
+        4,
+        derivatives=False,
     ),  # fmt: skip
     "a branch on the batch": Program(lambda s, x: s.c(F.relu(s.a(x)) if len(x) < 9 else s.a(x).tanh()), 8),
     "read by numpy": Program(
