@@ -14,6 +14,7 @@ from gspace.analysis.forward import Inputs, TraceError
 ROWS = 2  # of a guessed batch: BatchNorm needs more than one
 SIDES = (32, 28, 64, 16, 8, 29, 96, 224, 48, 5, 4, 299)
 TOKENS = (16, 7)
+SHOWN = 4  # of the guesses, in an error
 LAYERS = 3  # that a guess is made from: a parameter of the model itself may come first, or a slope
 
 
@@ -103,12 +104,14 @@ def _layer_shapes(layer: Any) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def refusal(tried: list[tuple[Inputs, Exception]]) -> TraceError:
-    """What to say when no guess fits."""
+    """What to say when no guess fits: the likeliest ones, and what became of the first."""
     shapes = ["×".join(map(str, t.shape)) for x, _ in tried for t in tree_leaves(_plain(x)) if isinstance(t, Tensor)]
-    told = f" (tried {', '.join(dict.fromkeys(shapes))}: {_first_line(tried[-1][1])})" if tried else ""
+    some = list(dict.fromkeys(shapes))
+    listed = ", ".join(some[:SHOWN]) + (" …" if len(some) > SHOWN else "")
+    told = f" (tried {listed}: {first_line(tried[0][1].__cause__ or tried[0][1])})" if tried else ""
     return TraceError(f"no input of the model could be guessed{told}: pass example_input=, a batch the model accepts")
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
