@@ -77,4 +77,3 @@ def relative_change(before: Tensor, after: Tensor) -> float:
     """max |after − before| / max |before|; infinite where a value is not finite."""
     change = ((after - before).abs().max() / before.abs().max()).item()
     return change if change == change else float("inf")
-

@@ -1,4 +1,4 @@
-"""More programs (see `programs`): entries that move, repeat, join or are left out, and batches that change their size."""
+"""More programs (see `programs`): entries that move, repeat, join or are left out; batches that change their size."""
 
 from collections.abc import Callable
 from typing import Any

@@ -208,6 +208,9 @@ WRITES = {
 # Parameters used in several ways --------------------------------------------------------------------------------------
 
 PARAMETERS = {
+    # the data has no scale; one part writes 5 hidden units, the other reads them
+    "columns of one parameter in turn": Program(lambda s, x: F.linear(x, s.u[:, :5]).relu() @ s.u[:, 5:], 5),
+    "rows of one parameter, multiplied": Program(lambda s, x: x @ (s.v[:5] @ s.v[5:].t()), 5),
     # 8 of a, 8 behind w
     "a permuted weight": Program(lambda s, x: s.c(F.relu(F.linear(F.relu(s.a(x)), s.w.permute(1, 0)))), 16),
     "a weight with its axes moved": Program(lambda s, x: s.c(F.relu(F.linear(F.relu(s.a(x)), s.w.movedim(0, 1)))), 16),
@@ -317,7 +320,7 @@ CHOICES = {
         ),
         4,
         derivatives=False,
-    ),  # fmt: skip
+    ),
     "a branch on the batch": Program(lambda s, x: s.c(F.relu(s.a(x)) if len(x) < 9 else s.a(x).tanh()), 8),
     "read by numpy": Program(
         lambda s, x: s.c(F.relu(s.a(x)) * float(s.b(x).detach().numpy().max())), 8, derivatives=False

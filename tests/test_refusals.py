@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
         r"no input of the model could be guessed \(tried 2×3, .*: pass example_input=, a batch the model accepts",
     ),
     "nothing to guess from": (
-        lambda: Net(lambda s, x, y: x[:, 3] + y), None, "no input of the model could be guessed .*: pass example_input=",
+        lambda: Net(lambda s, x, y: x[:, 3] + y), None, "no input of the model could be guessed .*: pass example_input",
     ),
     "it raises": (
         lambda: Net(lambda s, x: (_ for _ in ()).throw(KeyError("vocabulary")), a=nn.Linear(5, 3)), X,

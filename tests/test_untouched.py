@@ -1,4 +1,4 @@
-"""A run leaves no trace: what a forward pass writes, draws, keeps or switches is put back; what it keeps is an output."""
+"""A run leaves no trace: what a forward pass writes, draws, keeps or switches is put back."""
 
 import random
 import threading
@@ -42,10 +42,8 @@ class Busy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0).to(self.mean))
         self.steps += 1
-        noise = (
-            torch.rand((), generator=self.generator).to(x) + torch.rand(()).to(x) + random.random() + np.random.rand()
-        )
-        noise = noise + sum(held.random() for held in self.held)
+        noise = torch.rand((), generator=self.generator).to(x) + torch.rand(()).to(x) + random.random()
+        noise = noise + np.random.rand() + sum(held.random() for held in self.held)  # noqa: NPY002 - users do
         h = self.drop(F.relu(self.n(self.a((x - self.mean) * noise))))
         self.log.append(h.mean())
         self.kept["all"].append(h)
@@ -86,7 +84,7 @@ def traces(model: nn.Module) -> dict[str, Any]:
     flags = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
     backends = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled, torch.get_default_dtype()
     hooks = [len(h) for h in (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)]
-    legacy = np.random.get_state()
+    legacy = np.random.get_state()  # noqa: NPY002
     return {
         "modules": {name: plain(vars(m)) for name, m in model.named_modules(remove_duplicate=False)},
         "generators": (torch.get_rng_state().tolist(), random.getstate(), [str(x) for x in legacy]),
