@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from gspace.analysis.forward import Inputs, TraceError
 ROWS = 2  # of a guessed batch: BatchNorm needs more than one
 SIDES = (32, 28, 64, 16, 8, 29, 224, 96, 48, 4, 5, 6, 7, 9, 10, 12, 14, 20, 24, 299)
 TOKENS = (16, 7)
-LAYERS = 3  # that a guess is made from
+SHOWN = 4  # of the guesses, in an error
+LAYERS = 3  # that a guess is made from: a parameter of the model itself may come first, or a slope
 
 
 def batches(example_input: Any) -> list[Inputs]:
@@ -56,7 +58,7 @@ def redrawn(example: Inputs, generator: torch.Generator) -> Inputs:
 
 def guesses(model: nn.Module) -> Iterator[Inputs]:
     """Inputs that a model may accept, likely ones first."""
-    like = next(iter(sorted(model.parameters(), key=torch.is_complex)), torch.empty(0, device="cpu"))
+    like = next(iter(sorted(model.parameters(), key=lambda p: not p.is_floating_point())), torch.empty(0, device="cpu"))
     drawn: Any = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
     required = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
     count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required)
@@ -75,34 +77,40 @@ def guesses(model: nn.Module) -> Iterator[Inputs]:
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Sizes of an input, by the first layers that have weights; and below which number its integers lie, or 0."""
+    """Sizes of an input, by the first layers that have parameters; and below which number its integers lie, or 0."""
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, Mapping) and "input_size" in config:
         yield (ROWS, *config["input_size"]), 0
-    layers: list[Any] = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
-    if not layers:
-        yield (ROWS, TOKENS[-1]), 0
-    for layer in layers[:LAYERS]:
-        if isinstance(layer, nn.Embedding):
-            yield from (((ROWS, n), layer.num_embeddings) for n in TOKENS)
-            continue
-        rank = next((d for d in (1, 2, 3) if type(layer).__name__.endswith(f"{d}d")), 0)
-        channels = getattr(layer, "in_channels", getattr(layer, "num_features", None))
-        if rank and isinstance(channels, int):
-            yield from (((ROWS, channels, *[side] * rank), 0) for side in SIDES)
-        widths = [n for p in layer.parameters(recurse=False) for n in reversed(p.shape) if n]
-        for width in dict.fromkeys([getattr(layer, "in_features", 1), *widths]):
-            yield (ROWS, width), 0
-            yield (ROWS, TOKENS[-1], width), 0
+    layers = (m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
+    found: dict[tuple[tuple[int, ...], int], None] = {}
+    for layer in islice(layers, LAYERS):
+        found.update(dict.fromkeys(_layer_shapes(layer)))
+    yield from found or [((ROWS, 1), 0), ((ROWS, TOKENS[-1], 1), 0)]
+
+
+def _layer_shapes(layer: Any) -> Iterator[tuple[tuple[int, ...], int]]:
+    if isinstance(layer, nn.Embedding):
+        yield from (((ROWS, n), layer.num_embeddings) for n in TOKENS)
+        return
+    rank = next((d for d in (1, 2, 3) if type(layer).__name__.endswith(f"{d}d")), 0)
+    channels = getattr(layer, "in_channels", getattr(layer, "num_features", None))
+    if rank and isinstance(channels, int):
+        yield from (((ROWS, channels, *[side] * rank), 0) for side in SIDES)
+    widths = [n for p in layer.parameters(recurse=False) for n in reversed(p.shape) if n]
+    for width in dict.fromkeys([getattr(layer, "in_features", 1), *widths]):
+        yield (ROWS, width), 0
+        yield (ROWS, TOKENS[-1], width), 0
 
 
 def refusal(tried: list[tuple[Inputs, Exception]]) -> TraceError:
-    """What to say when no guess fits."""
+    """What to say when no guess fits: the likeliest ones, and what became of the first."""
     shapes = ["×".join(map(str, t.shape)) for x, _ in tried for t in tree_leaves(_plain(x)) if isinstance(t, Tensor)]
-    told = f" (tried {', '.join(dict.fromkeys(shapes))}: {_first_line(tried[-1][1])})" if tried else ""
+    some = list(dict.fromkeys(shapes))
+    listed = ", ".join(some[:SHOWN]) + (" …" if len(some) > SHOWN else "")
+    told = f" (tried {listed}: {first_line(tried[0][1].__cause__ or tried[0][1])})" if tried else ""
     return TraceError(f"no input of the model could be guessed{told}: pass example_input=, a batch the model accepts")
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
+from gspace.analysis.forward import TraceError
 from gspace.analysis.memory import Memory, Raw, key_of
 from gspace.analysis.weights import LARGEST, Weights
 
@@ -74,6 +75,7 @@ class Follow(TorchDispatchMode):
         statistics: Running statistics by storage: nodes and power of their scale.
         read: Storages of parameters in the order of their use, with the positions of first and last use.
         branches: How many branches depended on chance.
+        parameters: Names of parameters by storage.
     """
 
     def __init__(self, rules: dict[str, Rule], residual: str) -> None:
@@ -93,6 +95,7 @@ class Follow(TorchDispatchMode):
         self._chance: dict[int, StorageWeakRef] = {}
         self.operation = ""
         self.modules: list[str] = []
+        self.parameters: dict[int, str] = {}
 
     # Shadows ----------------------------------------------------------------------------------------------------------
 
@@ -111,7 +114,7 @@ class Follow(TorchDispatchMode):
 
     def given(self, inputs: Sequence[Tensor]) -> None:
         """The inputs of the model: ground, and data."""
-        self._data.update((key_of(t), StorageWeakRef(t.untyped_storage())) for t in inputs)
+        self._data.update((key_of(t), StorageWeakRef(t.untyped_storage())) for t in inputs if key_of(t))
 
     def content(self, t: Any) -> Tensor | Raw:
         """What is known of a tensor or number."""
@@ -176,6 +179,10 @@ class Follow(TorchDispatchMode):
                 if not torch.equal(left, right):  # a rotary embedding adds a value to a permutation of itself
                     reason = "a residual connection (residual='tie' would tie the two streams)"
                     self.pin(torch.cat([left, right]), reason)
+        fa, fb = thin(a, b)
+        met = ((fa == GROUND) | (fb == GROUND)) & (fa != ANY) & (fb != ANY) & (fa != fb)
+        if bool(met.any()):
+            self.pin(torch.maximum(fa, fb)[met], "meets what has no scale")
         return self.tied(a, b)
 
     def tied(self, a: Tensor, b: Tensor) -> Tensor:
@@ -228,6 +235,9 @@ class Follow(TorchDispatchMode):
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, writes, is_view = facts(func)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        for t in _targets(func, args, kwargs) if writes else ():
+            if key_of(t) in self.parameters and t.numel():
+                raise written(self.parameters[key_of(t)])
         result: Any = None
         rule = self.rules.get(name)
         if not is_view and (name in CREATES or any(t in self.memory for t in tensors)):
@@ -261,7 +271,9 @@ class Follow(TorchDispatchMode):
     def _assign(self, t: Tensor, nodes: Nodes) -> None:
         if nodes is None:
             nodes = torch.tensor(GROUND)
-        if t.is_floating_point():
+        if t.layout is not torch.strided:
+            self.pin(nodes, "turned into a sparse tensor")
+        elif t.is_floating_point():
             self.memory.write(t, nodes if isinstance(nodes, Raw) else nodes.expand(t.shape))
         else:
             self.pin(nodes, "turned into numbers that are not floating")
@@ -277,7 +289,7 @@ class Follow(TorchDispatchMode):
     def _taint(self, random: bool, name: str, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         for table, drawn in ((self._data, False), (self._chance, random)):
             if drawn or any(key_of(t) in table for t in tensors):
-                table.update((key_of(t), StorageWeakRef(t.untyped_storage())) for t in outs)
+                table.update((key_of(t), StorageWeakRef(t.untyped_storage())) for t in outs if key_of(t))
                 self.branches += table is self._chance and name == "_local_scalar_dense"
         self._ticks += 1
         if self._ticks % 256 == 0:
@@ -308,6 +320,17 @@ class Calls(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             return self.follow.whole(name, func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def written(name: str) -> TraceError:
+    return TraceError(f"forward writes into parameter {name!r}: do that outside of it (a hook, the training loop)")
+
+
+def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    bound = _bound(func, args, kwargs)
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [t for name in names for t in tree_leaves(bound.get(name)) if isinstance(t, Tensor)]
 
 
 def _sizes(content: Tensor | Raw) -> tuple[int, ...]:

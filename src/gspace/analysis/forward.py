@@ -3,7 +3,8 @@
 import random
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -58,18 +59,21 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Attributes, buffers, training flags, generators and torch's fast paths are afterwards what they were before."""
+    """Attributes, buffers, gradients, flags, generators and torch's fast paths are afterwards what they were before."""
     with ONE_AT_A_TIME, ExitStack() as later:
+        for value in _held([vars(m) for m in model.modules()]):
+            later.callback(*_way_back(value))
         for m in model.modules():
-            later.callback(_put_back, m, dict(vars(m)), {k: _copy(v) for k, v in vars(m).items() if _is_container(v)})
-            vars(m).pop("_compiled_call_impl", None)  # compiled models run as they are written
+            if vars(m).get("_compiled_call_impl") is not None:
+                vars(m)["_compiled_call_impl"] = None  # compiled models run as they are written
+        for p in model.parameters():
+            later.callback(_restore_parameter, p, p.data, p.grad, p.requires_grad)
+            p.grad = None
         for b in model.buffers():
             if not b.is_meta:
                 later.callback(_restore, b, b.detach().clone())
         later.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
-        for generator in {g for m in model.modules() for g in vars(m).values() if isinstance(g, torch.Generator)}:
-            later.callback(generator.set_state, generator.get_state())
         later.callback(random.setstate, random.getstate())
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"]
@@ -78,40 +82,85 @@ def untouched(model: nn.Module) -> Iterator[None]:
         later.enter_context(torch.random.fork_rng(sorted(i for i in devices if i is not None)))
         later.enter_context(torch.inference_mode(False))
         later.enter_context(torch.no_grad())
+        for m in model.modules():  # what was made in inference mode cannot be written outside of it
+            m._buffers.update({k: b.clone() for k, b in m._buffers.items() if b is not None and b.is_inference()})
         yield
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (dict, list, set))
+CONTAINERS = (dict, list, set, deque)
 
 
-def _copy(value: Any) -> Any:
-    return value.copy()
+def _held(values: Iterable[Any]) -> list[Any]:
+    """Containers, however deep, and generators in them."""
+    found: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in found:
+            continue
+        if isinstance(value, (*CONTAINERS, tuple)):
+            waiting += value.values() if isinstance(value, dict) else value
+        elif not isinstance(value, random.Random) and not any(hasattr(value, name) for name in GENERATORS):
+            continue
+        found[id(value)] = value
+    return [value for value in found.values() if not isinstance(value, tuple)]
 
 
-def _put_back(module: nn.Module, attributes: dict[str, Any], contents: dict[str, Any]) -> None:
-    for name, before in contents.items():
-        now = attributes[name]
-        if isinstance(now, list):
-            if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
-                now[:] = before
-        elif isinstance(now, set):
-            now.intersection_update(before)
-            now.update(before)
-        elif list(now) != list(before) or any(now[k] is not before[k] for k in before):
-            now.clear()
-            now.update(before)
-    if vars(module).keys() != attributes.keys() or any(vars(module)[k] is not v for k, v in attributes.items()):
-        vars(module).clear()
-        vars(module).update(attributes)
+GENERATORS = ("set_state", "bit_generator")  # of torch and numpy
+
+
+def _way_back(value: Any) -> tuple[Any, ...]:
+    """A function and arguments that restore a container or a generator."""
+    match value:
+        case dict():
+            return _restore_dict, value, dict(value)
+        case list() | set() | deque():
+            return _restore_container, value, list(value)
+        case random.Random():
+            return value.setstate, value.getstate()
+    if hasattr(value, "bit_generator"):
+        return setattr, value.bit_generator, "state", value.bit_generator.state
+    return value.set_state, value.get_state()
+
+
+def _restore_dict(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Key by key: another thread may read it."""
+    for key in now.keys() - before.keys():
+        del now[key]
+    for key, value in before.items():
+        if key not in now or now[key] is not value:
+            now[key] = value
+    if list(now) != list(before):
+        now.clear()
+        now.update(before)
+
+
+def _restore_container(now: Any, before: list[Any]) -> None:
+    if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
+        now.clear()
+        (now.update if isinstance(now, set) else now.extend)(before)
+
+
+def _restore_parameter(p: nn.Parameter, data: Tensor, grad: Tensor | None, requires_grad: bool) -> None:
+    if p.untyped_storage()._cdata != data.untyped_storage()._cdata:
+        p.data = data
+    if p.requires_grad != requires_grad:
+        p.requires_grad_(requires_grad)
+    p.grad = grad
 
 
 def _restore(buffer: Tensor, before: Tensor) -> None:
-    with torch.no_grad():
-        if not torch.equal(buffer.nan_to_num() if buffer.is_floating_point() else buffer, before) or (
-            buffer.is_floating_point() and not torch.equal(buffer, before)
-        ):
+    same = buffer.shape == before.shape and all(map(torch.equal, _bytes(buffer), _bytes(before)))
+    if not same:
+        with torch.inference_mode(buffer.is_inference()), torch.no_grad():
             buffer.copy_(before)
+
+
+def _bytes(t: Tensor) -> list[Tensor]:
+    """What a tensor holds, whatever its type; NaN equals itself."""
+    parts = {torch.strided: lambda: [t], torch.sparse_coo: lambda: [t._indices(), t._values()]}
+    listed = parts.get(t.layout, lambda: [t.values()])()
+    return [part.detach().contiguous().reshape(-1).view(torch.uint8) for part in listed]
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
@@ -132,7 +181,7 @@ def attributes(model: nn.Module) -> list[Tensor]:
         for name, value in vars(m).items():
             if isinstance(value, Tensor):
                 found.append(value)
-            elif isinstance(value, (dict, list, tuple)) and value and name not in HELD:
+            elif isinstance(value, (dict, list, tuple, deque)) and value and name not in HELD:
                 found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     return found
 

@@ -46,9 +46,9 @@ def layout(parameter: Tensor, begin: int, uses: Sequence[Use], equations: Equati
     boxes: list[Box] = []
     for use in uses:
         box = _box(parameter, begin, use, equations)
-        box = None if box is None else _extended(box, shape)
         if box is not None and not any((box.starts, box.sizes) == (b.starts, b.sizes) for b in boxes):
             boxes.append(box)
+    boxes = [_extended(b, shape) if all(_within(other, b) for other in boxes) else b for b in boxes]
     whole = next((b for b in boxes if b.sizes == shape), None)
     joined = whole or _joined(boxes, shape)
     if joined is not None:
@@ -96,6 +96,11 @@ def _product(sizes: object) -> int:
     for size in sizes:  # type: ignore[attr-defined]
         n *= size
     return n
+
+
+def _within(inner: Box, outer: Box) -> bool:
+    places = zip(inner.starts, inner.sizes, outer.starts, outer.sizes, strict=True)
+    return all(j <= i and i + n <= j + m for i, n, j, m in places)
 
 
 def _extended(box: Box, shape: Sequence[int]) -> Box:

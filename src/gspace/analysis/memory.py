@@ -45,8 +45,8 @@ class Shadow(NamedTuple):
 
 
 def key_of(t: Tensor) -> int:
-    """Identifies a storage while a `StorageWeakRef` to it is held."""
-    return t.untyped_storage()._cdata
+    """Identifies a storage while a `StorageWeakRef` to it is held; 0 for a sparse tensor, which has none."""
+    return t.untyped_storage()._cdata if t.layout is torch.strided else 0
 
 
 def geometry(t: Tensor) -> tuple[Sizes, Sizes, int]:

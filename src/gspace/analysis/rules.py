@@ -242,9 +242,12 @@ def clamped(s: Follow, c: Call) -> Nodes:
 
 
 def prelu(s: Follow, c: Call) -> Nodes:
-    """The slope is never scaled."""
-    if c["weight"] in s.memory:
-        s.pin(s.content(c["weight"]), "the slope of a PReLU, which no scale changes")
+    """The slope is never scaled. A parameter loses no unit by that: no pin."""
+    slope = s.content(c["weight"])
+    if isinstance(slope, Raw):
+        s.weights.ground(slope)
+    else:
+        s.pin(slope, "the slope of a PReLU, which no scale changes")
     return s.ids(c["self"])
 
 

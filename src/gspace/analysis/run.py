@@ -1,5 +1,6 @@
 """Runs a model under `Follow`: once per batch and mode, and as often as chance or unused weights ask for."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.assemble import unread
-from gspace.analysis.examples import batches, few_rows, guesses, redrawn, refusal
-from gspace.analysis.follow import Calls, Follow, Pinned
+from gspace.analysis.examples import batches, few_rows, first_line, guesses, redrawn, refusal
+from gspace.analysis.follow import Calls, Follow, Pinned, written
 from gspace.analysis.forward import Inputs, TraceError, arguments, attributes, kept, set_mode, tensors_in
 from gspace.analysis.memory import key_of
 from gspace.analysis.operations import RULES
@@ -91,6 +92,8 @@ def _enter(follow: Follow, task: Task) -> None:
             ranges.append((key_of(t), first * t.element_size(), (first + last + 1) * t.element_size(), name, t))
     ranges.sort(key=lambda r: r[:3])
     for k, (key, begin, end, name, t) in enumerate(ranges):
+        if isinstance(t, nn.Parameter):
+            follow.parameters[key] = name
         if not isinstance(t, nn.Parameter) or not (t.is_floating_point() or t.is_complex()):
             continue
         near = ranges[max(0, k - 8) : k + 9]
@@ -147,8 +150,10 @@ def _once(follow: Follow, task: Task, example: Inputs) -> None:
     except TraceError:
         raise
     except Exception as error:
-        message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        raise TraceError(f"the model does not accept this example_input: {type(error).__name__}: {message}") from error
+        raise TraceError(f"the model does not accept this example_input: {first_line(error)}") from error
+    for name, p in model.named_parameters():
+        if key_of(p) not in follow.parameters and p.numel():
+            raise written(name)
     with torch._C.DisableTorchFunction():
         for t in tensors_in(out):
             if t in follow.memory:
@@ -163,13 +168,14 @@ def _once(follow: Follow, task: Task, example: Inputs) -> None:
 def _named(follow: Follow, task: Task) -> Iterator[None]:
     """While it lasts, `follow` knows in which module it is; the outputs of those to be pinned are set to ground."""
     names = {m: name for name, m in task.model.named_modules()}
+    here = threading.get_ident()  # torch calls these hooks in every thread
 
     def before(module: nn.Module, args: Any) -> None:
-        if module in names:
+        if module in names and threading.get_ident() == here:
             follow.modules.append(names[module] or "the model")
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if module in names and follow.modules:
+        if module in names and follow.modules and threading.get_ident() == here:
             if module in task.modules:
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
                     for t in tensors_in(output):
