@@ -328,9 +328,9 @@ def written(name: str) -> TraceError:
 
 def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes to."""
-    bound = _bound(func, args, kwargs)
+    given = bound(func, args, kwargs)
     names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [t for name in names for t in tree_leaves(bound.get(name)) if isinstance(t, Tensor)]
+    return [t for name in names for t in tree_leaves(given.get(name)) if isinstance(t, Tensor)]
 
 
 def _sizes(content: Tensor | Raw) -> tuple[int, ...]:
