@@ -311,8 +311,7 @@ def test_a_ready_analysis_excludes_its_options() -> None:
 @pytest.mark.parametrize("name", ["residual-tie", "shufflenet", "resnet-small-tie"])
 def test_every_function_takes_the_options_of_analyze(name: str) -> None:
     case = BY_NAME[name]
-    example = draw_inputs(case, 0, torch.float64, batch=2) if case.example else None
-    options = {"residual": case.residual, "example_input": example}
+    options = {"residual": case.residual, "example_input": draw_inputs(case, 0, torch.float64, batch=2)}
     model = build(case)
     other = gspace.rescale_(copy.deepcopy(model), gspace.random_scales(model, **options), **options)
     assert gspace.are_equivalent(model, other, **options)
