@@ -207,18 +207,6 @@ CASES = (
         H_paper=24,
         pinned=frozenset({"softmax", "add"}),
     ),
-    # Tied: the stream between the norms has one scale, which the second one absorbs.
-    Case(
-        "transformer-torch-tie",
-        zoo.encoder_layer,
-        ((6, 8),),
-        H=32,
-        dim=568,
-        H_paper=25,
-        H_absorbed=1,
-        residual="tie",
-        pinned=frozenset({"softmax", "add"}),
-    ),
     # 6 before the gate; its value and its gate have 7 scales each, which the readout takes back. m = 36 + 49 + 49 + 24
     #   = 158; − 20 = 138. The paper has no sums of scales: one of value and gate stays, 13.
     Case("gated", zoo.GatedUnit, VECTOR, H=20, dim=138, H_paper=13),

@@ -64,7 +64,7 @@ def layer(rng: Random, c: int, kind: Kind, o: int | None = None) -> Built:
         groups = math.gcd(rng.randint(1, 4), c, o)
         main = nn.Conv2d(c, o, kernel, padding=kernel // 2, groups=groups, bias=bias)
     active = ACTIVATIONS[rng.choice(["relu"] * 5 + list(ACTIVATIONS))]()
-    return nn.Sequential(main, norm(rng, o, kind) if rng.random() < 0.4 else nn.Identity(), active), o
+    return nn.Sequential(main, norm(rng, o, kind) if rng.random() < 0.4 and o > 1 else nn.Identity(), active), o
 
 
 def norm(rng: Random, c: int, kind: Kind) -> nn.Module:
@@ -76,7 +76,7 @@ def norm(rng: Random, c: int, kind: Kind) -> nn.Module:
             lambda: nn.InstanceNorm2d(c, affine=True),
         ]
     elif kind == "vector":
-        makers = [lambda: nn.BatchNorm1d(c), lambda: nn.GroupNorm(groups, c)]
+        makers = [lambda: nn.BatchNorm1d(c), lambda: nn.GroupNorm(1, c)]
     else:
         makers = []
     affine = rng.random() < 0.8

@@ -32,7 +32,7 @@ def buffer(*shape: int) -> nn.Buffer:
     return nn.Buffer(normal(*shape, seed=3))
 
 
-def layer(kind: Callable[..., nn.Module], *sizes: int, **options: int) -> Callable[[], nn.Module]:
+def layer(kind: Callable[..., nn.Module], *sizes: int, **options: Any) -> Callable[[], nn.Module]:
     return partial(kind, *sizes, **options, dtype=torch.float64)
 
 
@@ -63,6 +63,8 @@ PARTS: dict[str, Callable[[], Any]] = {
     "turned": layer(nn.Linear, 2, 2),
     "small": layer(nn.Conv1d, 2, 6, 1),
     "large": layer(nn.Conv1d, 4, 6, 1),
+    "depthwise": layer(nn.Conv2d, 4, 4, 1, groups=4, bias=False),
+    "inorm": layer(nn.InstanceNorm2d, 4, affine=True),
     "bn": layer(nn.BatchNorm1d, 8),
     "bn6": layer(nn.BatchNorm1d, 6),
     "g": partial(parameter, 8),
@@ -253,6 +255,13 @@ PARAMETERS = {
     ),
     # the rows of both layers share running statistics
     "one BatchNorm twice": Program(lambda s, x: s.c(F.relu(s.bn(s.f(F.relu(s.bn(s.a(x))))))), 8, H_absorbed=8),
+    # 4 in front; with them γ, so that neither norm sees a change; each norm absorbs 4 rows
+    "one InstanceNorm behind one weight, twice": Program(
+        lambda s, x: s.o(F.relu(s.inorm(s.depthwise(F.relu(s.inorm(s.depthwise(F.relu(s.k(x)))))))).flatten(1)),
+        4,
+        IMAGES,
+        H_absorbed=8,
+    ),
     "a bias with more dimensions": Program(lambda s, x: s.o(F.relu(s.k(x) + s.bias5)[:, 0].flatten(1)), 4, IMAGES),
     "a factor with more dimensions": Program(lambda s, x: s.o(F.relu(s.k(x) * s.bias5)[:, 0].flatten(1)), 8, IMAGES),
     "an embedding that is also the output": Program(lambda s, x: F.linear(s.e((x > 0).long().sum(1)), s.e.weight), 0),

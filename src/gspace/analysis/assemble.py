@@ -117,7 +117,7 @@ def _varies(t: Tensor) -> list[bool]:
 
 def _parts(follow: Follow, names: Mapping[str, Tensor], equations: Equations, affine: bool) -> list[Part]:
     """The parameters that are edges, in the order of their first use."""
-    into_norm = torch.zeros(equations.count, dtype=torch.bool)
+    into_norm = torch.zeros(follow.equations.count, dtype=torch.bool)
     for norm in follow.norms.values():
         into_norm[follow.equations.find(norm.absorbed)] = True
     into_norm[: ANY + 1] = False
@@ -143,7 +143,7 @@ def _number(equations: Equations, parts: Sequence[Part], absorbed: Sequence[Tens
     ids = ids[ids > ANY]
     last = set(ids[~equations.linked[ids]].tolist())
     for node in ids[equations.linked[ids]].tolist():
-        form = equations.form(node)
+        form = dict(equations.form(node))
         free_terms = [j for j in form if j not in last]
         if len(form) == 1:
             last.update(form)
