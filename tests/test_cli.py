@@ -157,7 +157,6 @@ def test_json_holds_the_analysis_and_the_verification(capsys: pytest.CaptureFixt
         (["gspace.lab.examples:residual(width=4, blocks=1)", "--residual", "pin"], 4),
         (["model.py:digits"], 4),
         (["model.py:Branching"], 0),
-        (["model.py:Drawing"], 8),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

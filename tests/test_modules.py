@@ -127,7 +127,7 @@ def test_an_expert_that_no_token_reached_is_unseen() -> None:
     hidden = Net(lambda s, x: s.model(x.abs()), model=model)
     found = gspace.analyze(hidden, x)
     assert found.unseen == {f"model.{name}": n for name, n in unseen.items()}
-    with pytest.raises(ValueError, match="did not use 20 weights of 'model.experts.2.0.weight' and 3 more"):
+    with pytest.raises(ValueError, match=r"did not use 20 weights of .model\.experts\.2\.0\.weight. and 3 more"):
         gspace.rescale_(hidden, gspace.random_scales(hidden, analysis=found), analysis=found)
     assert gspace.analyze(hidden, x, pin="model.experts.2").unseen == {}
     found = gspace.analyze(model, x)
