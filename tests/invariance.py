@@ -6,7 +6,6 @@ shows; every bias, γ and β away from 0 and 1; running statistics of real batch
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import gspace
 from cases import Case
@@ -38,9 +37,9 @@ def draw_inputs(case: Case, seed: int, dtype: torch.dtype, batch: int = BATCH) -
 
 
 def set_eps_(model: nn.Module, eps: float) -> nn.Module:
-    """Every BatchNorm with this ε."""
+    """Every norm with this ε."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if hasattr(module, "eps"):
             module.eps = eps
     return model
 
@@ -59,9 +58,8 @@ def build(case: Case, dtype: torch.dtype = torch.float64, eps: float | None = No
 
 
 def analyze(case: Case) -> gspace.Analysis:
-    """The analysis of a fresh network of the case, along an example input where it needs one."""
-    example = draw_inputs(case, 0, torch.float32, batch=2) if case.example else None
-    return gspace.analyze(case.build(), example, residual=case.residual)
+    """The analysis of a fresh network of the case."""
+    return gspace.analyze(case.build(), draw_inputs(case, 0, torch.float32, batch=2), residual=case.residual)
 
 
 def outputs(model: nn.Module, inputs: tuple[Tensor, ...], training: bool, seed: int = 0) -> Tensor:
@@ -79,15 +77,3 @@ def relative_change(before: Tensor, after: Tensor) -> float:
     """max |after − before| / max |before|; infinite where a value is not finite."""
     change = ((after - before).abs().max() / before.abs().max()).item()
     return change if change == change else float("inf")
-
-
-def rescaling_change(model: nn.Module, inputs: tuple[Tensor, ...], analysis: gspace.Analysis, seed: int = 2) -> float:
-    """The larger relative change, of training and evaluation mode, under random scales of the units left free."""
-    changes = []
-    for training in (True, False):
-        before = outputs(model, inputs, training)
-        scales = gspace.random_scales(model, torch.Generator().manual_seed(seed), analysis=analysis)
-        gspace.rescale_(model, scales, analysis=analysis)
-        changes.append(relative_change(before, outputs(model, inputs, training)))
-        gspace.rescale_(model, scales.inverse(), analysis=analysis)
-    return max(changes)

@@ -130,14 +130,20 @@ def test_overflow_of_running_statistics_is_refused_before_anything_is_touched() 
 
 
 def norms(model: nn.Module, found: gspace.Analysis) -> tuple[Tensor, Tensor]:
-    """‖incoming‖ and ‖outgoing‖ of the exact units, by looping over the edges."""
-    into, out = (torch.zeros(1 + found.H + found.H_absorbed, dtype=torch.float64) for _ in range(2))
+    """‖incoming‖ and ‖outgoing‖ of the exact units, by looping over the edges; linear forms count by coefficient."""
+    total = max([found.H + found.H_absorbed, *found.forms])
+    into, out = (torch.zeros(1 + total, dtype=torch.float64) for _ in range(2))
     parameters = dict(model.named_parameters())
     for edges in found.edges:
         squares = edges.view(parameters[edges.name].detach()).double().square()
         squares = squares.reshape(*squares.shape[:3], -1).sum(-1)
         into.index_add_(0, edges.head.flatten(), squares.sum(2).flatten())
         out.index_add_(0, edges.tail.flatten(), squares.sum(1).flatten())
+    for node, form in found.forms.items():
+        for u, c in form:
+            one, other = (into, out) if c > 0 else (out, into)
+            one[u] += abs(float(c)) * into[node]
+            other[u] += abs(float(c)) * out[node]
     return into.sqrt()[1 : found.H + 1], out.sqrt()[1 : found.H + 1]
 
 
@@ -171,7 +177,7 @@ def test_balance_is_idempotent_and_forgets_the_scales(case: Case) -> None:
 @pytest.mark.parametrize("depth", [10, 200])
 def test_balancing_a_deep_network_takes_no_more_products(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """39 and 59 products with the Hessian were counted; with a diagonal preconditioner 99 and 1,611."""
-    products, solve = 0, balance._conjugate_gradients
+    products, solve = 0, balance.conjugate_gradients
 
     def counted(operator: Callable[[Tensor], Tensor], *args: Any) -> Tensor:
         def product(d: Tensor) -> Tensor:
@@ -181,7 +187,7 @@ def test_balancing_a_deep_network_takes_no_more_products(depth: int, monkeypatch
 
         return solve(product, *args)
 
-    monkeypatch.setattr(balance, "_conjugate_gradients", counted)
+    monkeypatch.setattr(balance, "conjugate_gradients", counted)
     torch.manual_seed(0)
     gspace.balance_(mlp(*[16] * (depth + 1), 10))
     assert 0 < products < 100
@@ -311,8 +317,7 @@ def test_a_ready_analysis_excludes_its_options() -> None:
 @pytest.mark.parametrize("name", ["residual-tie", "shufflenet", "resnet-small-tie"])
 def test_every_function_takes_the_options_of_analyze(name: str) -> None:
     case = BY_NAME[name]
-    example = draw_inputs(case, 0, torch.float64, batch=2) if case.example else None
-    options = {"residual": case.residual, "example_input": example}
+    options = {"residual": case.residual, "example_input": draw_inputs(case, 0, torch.float64, batch=2)}
     model = build(case)
     other = gspace.rescale_(copy.deepcopy(model), gspace.random_scales(model, **options), **options)
     assert gspace.are_equivalent(model, other, **options)

@@ -1,17 +1,15 @@
 """gspace: train and study ReLU networks modulo their rescaling symmetry."""
 
 from gspace import paths
-from gspace.analysis import Analysis, Edges, Pin, UnitGroup
+from gspace.analysis import Analysis, Edges, Pin, TraceError, UnitGroup, analyze
 from gspace.baselines import FrozenSkeletonSGD, PathSGD
 from gspace.diagnostics import RatioStatistics, balancedness, compare_invariance, distance, invariance_gap
 from gspace.equivalence import Equivalence, are_equivalent
 from gspace.flatness import psi_flatness
-from gspace.graph import analyze
-from gspace.graph.trace import TraceError
 from gspace.inner import InGSpace
 from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.optim import GSGD
-from gspace.pathrules import PathError
+from gspace.pathsum import PathError
 from gspace.scaling import Scales, balance_, random_scales, rescale_
 from gspace.skeleton import Skeleton, build_skeleton, init_skeleton_
 

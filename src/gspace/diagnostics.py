@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis
+from gspace.analysis import Analysis, analyzed
 from gspace.balance import squares
 from gspace.coordinates import Coordinates, coordinates, path_values
-from gspace.graph import analyzed
 from gspace.scaling import Scales, random_scales, rescale_
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -107,7 +106,7 @@ def invariance_gap(
         loss: Of (outputs, targets).
         analysis: The result of `analyze(model)`; otherwise `options` (`example_input`, `residual`, `pin`) are for it.
     """
-    found = analyzed(model, analysis, options)
+    found = analyzed(model, analysis, options, "pin")
     plain, scaled = copy.deepcopy(model), copy.deepcopy(model)
     rescale_(scaled, random_scales(model, generator, analysis=found) if scales is None else scales, analysis=found)
     pair = [(m, make_optimizer(m)) for m in (plain, scaled)]
@@ -144,7 +143,7 @@ def compare_invariance(
     **options: Any,
 ) -> InvarianceTable:
     """`invariance_gap` of several optimizers, with the same scales and batches; prints as a table."""
-    found = analyzed(model, analysis, options)
+    found = analyzed(model, analysis, options, "pin")
     scales = random_scales(model, generator, analysis=found) if scales is None else scales
     data = list(batches)
     return InvarianceTable(
@@ -186,7 +185,7 @@ def balancedness(model: nn.Module, *, analysis: Analysis | None = None, **option
     Scale invariance, f(g_c w) = f(w), gives Σ_in w·g = Σ_out w·g at every unit for every loss, hence
     d/dt(‖incoming‖² − ‖outgoing‖²) = 0 under dw/dt = −g.
     """
-    found = analyzed(model, analysis, options)
+    found = analyzed(model, analysis, options, "pin")
     n = 1 + found.H + found.H_absorbed
     incoming, outgoing = (torch.zeros(n, dtype=torch.float64, device="cpu") for _ in range(2))
     for e, square in zip(found.edges, squares(found.edges, dict(model.named_parameters())), strict=True):

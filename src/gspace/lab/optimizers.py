@@ -51,14 +51,18 @@ def _sgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optim
 
 
 def _sgd_frozen(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
-    return FrozenSkeletonSGD(model, rate, **symmetry(model, recipe), **_momentum(recipe), **_way(rate))
+    optimizer = FrozenSkeletonSGD(model, rate, **symmetry(model, recipe), **_momentum(recipe), **_way(rate))
+    optimizer.rechoose()  # in the first weights, before a CUDA graph is captured
+    return optimizer
 
 
 def _gsgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
     bounds = {"reference": recipe.reference, "max_ratio": recipe.max_ratio, "max_drift": recipe.max_drift}
     given: dict[str, Any] = {name: value for name, value in bounds.items() if value is not None}
     rules: dict[str, Any] = {"batch_norm": recipe.batch_norm, "allocation": recipe.allocation}
-    return GSGD(model, rate, **_momentum(recipe), **rules, **symmetry(model, recipe), **given)
+    optimizer = GSGD(model, rate, **_momentum(recipe), **rules, **symmetry(model, recipe), **given)
+    optimizer.rechoose()  # in the first weights, before a CUDA graph is captured
+    return optimizer
 
 
 def _path_sgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:

@@ -1,0 +1,131 @@
+"""model → analysis: every positive rescaling that leaves the function of a network unchanged (Sec. 3.1 of the paper).
+
+`analyze` runs the model on an example batch, in training and in evaluation mode. Behind every storage lies a shadow of
+scale nodes (`memory`), and every operation adds linear equations between their log-scales (`follow`, by the `rules` of
+the table in `operations`), which are solved as they come (`equations`). Parameters are edges between nodes (`weights`).
+What is free at the end is a unit (`layout`, `assemble`; the `result`).
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gspace.analysis.assemble import assemble
+from gspace.analysis.forward import Inputs, TraceError, untouched, unwrap
+from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, magnitude
+from gspace.analysis.run import Task, followed
+from gspace.devices import on_cpu
+
+__all__ = [
+    "Analysis", "Edges", "Form", "Inputs", "Pin", "Residual", "Statistic", "TraceError", "UnitGroup", "analyze",
+    "analyzed", "magnitude", "unwrap",
+]  # fmt: skip
+
+MODES = {"train": True, "eval": False}
+
+
+def analyze(
+    model: nn.Module,
+    example_input: Inputs | None = None,
+    *,
+    residual: Residual = "tie",
+    pin: Iterable[str] = (),
+    modes: Iterable[str] = ("train", "eval"),
+) -> Analysis:
+    """Finds every positive rescaling of `model` that leaves its function unchanged.
+
+    Args:
+        model: Any module; wrappers (`DataParallel`, `torch.compile`) are looked through.
+        example_input: A batch the model accepts (tensor, tuple of arguments or dict of them), or a list of several.
+            Without one, what the model offers is tried (`dummy_inputs`), then guesses from its first layer.
+        residual: "tie" gives what is added one scale, every exact symmetry; "pin" grounds both, the paper's choice.
+        pin: Names of modules whose output units are pinned, or of parameters that must stay as they are.
+        modes: In which the model is run.
+
+    One run sees one run: weights that it did not use are listed as `unseen`. The model is left as it was.
+
+    Raises:
+        TraceError: The model cannot be run; the message says what to do.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False))
+    >>> analysis = analyze(net)
+    >>> analysis.H, analysis.m, analysis.dim
+    (8, 56, 48)
+    """
+    if residual not in ("pin", "tie"):
+        raise ValueError(f"residual must be 'pin' or 'tie', got {residual!r}")
+    listed = [modes] if isinstance(modes, str) else list(modes)
+    if not listed or not set(listed) <= MODES.keys():
+        raise ValueError(f"modes are 'train', 'eval' or both, got {modes!r}")
+    inner = unwrap(model)
+    refuse(inner)
+    names = _known(pin, inner)
+    modules = {name: m for name, m in inner.named_modules(remove_duplicate=False) if name in names}
+    left = frozenset(name for name, _ in inner.named_parameters() if name in names)
+    task = Task(inner, residual, frozenset(modules.values()), left, tuple(MODES[m] for m in listed))
+    with untouched(inner):
+        found = on_cpu(assemble)(followed(task, example_input), model, residual)
+    inside = tuple(f"{name}." for name in modules)
+    unseen = {name: n for name, n in found.unseen.items() if not _bare(name).startswith(inside)}
+    return replace(found, unseen=unseen)
+
+
+def analyzed(
+    model: nn.Module, analysis: Analysis | None, options: Mapping[str, Any], residual: Residual = "tie"
+) -> Analysis:
+    """What the caller has, or what `analyze(model, **options)` finds; both at once would contradict each other.
+
+    `residual` is the caller's default: "pin" for what stands for the paper.
+    """
+    if analysis is None:
+        return analyze(model, **{"residual": residual, **options})
+    if not isinstance(analysis, Analysis):
+        raise TypeError(f"analysis is what gspace.analyze returns, got {type(analysis).__name__}")
+    if options:
+        raise ValueError(f"pass either analysis= or {', '.join(options)}=, not both")
+    parameters = dict(model.named_parameters())
+    for e in analysis.edges:
+        if e.name not in parameters or not e.fits(parameters[e.name]):
+            raise ValueError(
+                f"the analysis is of another model: this one has no parameter {e.name!r} of that size "
+                "(a wrapped model is another one: analyze what you pass here)"
+            )
+    return analysis
+
+
+def refuse(model: nn.Module) -> None:
+    """What cannot be run or followed at all."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise TraceError(
+                f"parameter {name!r} has no shape yet (lazy module): run one batch through the model first"
+            )
+        if p.layout != torch.strided or p.is_quantized:
+            raise TraceError(f"parameter {name!r} is sparse or quantized: analyze the dense model it was made from")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TraceError("a TorchScript module cannot be followed: pass the module that it was made from")
+    if getattr(type(model), "forward", None) is nn.Module.forward and "forward" not in vars(model):
+        raise TraceError(f"{type(model).__name__} has no forward: pass the module that calls it")
+
+
+def _known(pin: Iterable[str], model: nn.Module) -> set[str]:
+    listed = [pin] if isinstance(pin, str) else list(pin)
+    if not all(isinstance(name, str) for name in listed):
+        raise TypeError(f"pin takes names of modules, got {listed!r}")
+    names = {_bare(name) for name in listed}
+    there = [name for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters())]
+    for name in names.difference(there):
+        close = difflib.get_close_matches(name, there)
+        raise ValueError(f"pin: the model has no module {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    return names
+
+
+def _bare(name: str) -> str:
+    """A name without what `DataParallel` and `torch.compile` put in front of it."""
+    return name.removeprefix("module.").removeprefix("_orig_mod.")

@@ -1,0 +1,265 @@
+"""From the equations of a run to an `Analysis`: free nodes become units, everything else a linear form of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gspace.analysis.equations import ANY, Equations
+from gspace.analysis.follow import Follow, Pinned
+from gspace.analysis.layout import Layout, layout
+from gspace.analysis.memory import key_of
+from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup
+
+
+class Part(NamedTuple):
+    """A parameter that the run has read: its layout, and when."""
+
+    name: str
+    layout: Layout
+    normalized: bool
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Units:
+    """Numbers of units: 0 ground, then exact ones, absorbed ones, and behind them linear forms of those."""
+
+    table: Tensor
+    exact: int
+    absorbed: int
+    forms: dict[int, Form]
+
+    def of(self, nodes: Tensor, equations: Equations) -> Tensor:
+        return self.table[equations.find(nodes)]
+
+
+def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
+    names = dict(model.named_parameters())
+    exact = follow.equations
+    transparent = _transparent(follow)
+    for norm in follow.norms.values():
+        if not norm.affine:
+            exact.ground(norm.written)
+    parts = _parts(follow, names, exact, affine=True)
+    absorbed = [*follow.absorbed, *(norm.absorbed for norm in follow.norms.values())]
+    units = _number(exact, parts, absorbed, [nodes for nodes, _ in follow.statistics.values()])
+    edges = _edges(parts, units, exact)
+    paper_parts = _parts(follow, names, transparent, affine=False)
+    paper = _number(transparent, paper_parts, (), ())
+    paper_edges, H_paper = _compact(plain(_edges(paper_parts, paper, transparent), paper.forms))
+    buffers = {key_of(b): name for name, b in model.named_buffers()}
+    statistics = tuple(
+        Statistic(buffers[key], units.of(nodes, exact), power)
+        for key, (nodes, power) in follow.statistics.items()
+        if key in buffers
+    )
+    m = sum(p.numel() for p in names.values() if p.requires_grad)
+    H = units.exact
+    unseen = {name: names[name].numel() for name in unread(follow, model)}
+    unseen.update({part.name: part.layout.unseen for part in parts if part.layout.unseen})
+    return Analysis(
+        H=H,
+        H_absorbed=units.absorbed,
+        H_paper=H_paper,
+        m=m,
+        dim=m - H + sum(1 for u in _frozen(edges, names, units.forms) if 0 < u <= H),
+        edges=edges,
+        transparent=paper_edges,
+        statistics=statistics,
+        units=groups(edges, H, H + units.absorbed, units.forms),
+        pinned=_pinned(follow.pins),
+        residual=residual,
+        forms=units.forms,
+        unseen=unseen,
+    )
+
+
+def unread(follow: Follow, model: nn.Module) -> list[str]:
+    """Parameters that no run has read."""
+    seen = follow.weights.uses.keys() | follow.weights.idle
+    return [
+        name
+        for name, p in model.named_parameters()
+        if p.numel() and key_of(p) in follow.weights.regions and (key_of(p), int(p.storage_offset())) not in seen
+    ]
+
+
+def _transparent(follow: Follow) -> Equations:
+    """The view of the paper: BatchNorm is not there, and a weight that is used twice has one head and one tail."""
+    equations = follow.equations.copy()
+    for norm in follow.norms.values():
+        equations.tie(norm.absorbed, norm.written)
+    for nodes in [*follow.absorbed, *follow.untrained]:  # what other norms divide out is no symmetry at their ε
+        equations.ground(nodes)
+    for (h1, t1), (h2, t2) in follow.weights.repeats:
+        alike = _varies(h1) == _varies(h2) and _varies(t1) == _varies(t2)
+        if alike:
+            equations.tie(h1, h2)
+            equations.tie(t1, t2)
+        else:
+            for t in (h1, h2, t1, t2):
+                equations.ground(t)
+    for uses in follow.weights.uses.values():
+        for use in uses:
+            if use.shift:
+                equations.ground(use.head)
+    return equations
+
+
+def _varies(t: Tensor) -> list[bool]:
+    return [n > 1 and s > 0 for n, s in zip(t.shape, t.stride(), strict=True)]
+
+
+def _parts(follow: Follow, names: Mapping[str, Tensor], equations: Equations, affine: bool) -> list[Part]:
+    """The parameters that are edges, in the order of their first use."""
+    into_norm = torch.zeros(follow.equations.count, dtype=torch.bool)
+    for norm in follow.norms.values():
+        into_norm[follow.equations.find(norm.absorbed)] = True
+    into_norm[: ANY + 1] = False
+    order = {region: k for k, region in enumerate(follow.positions)}
+    found = []
+    for name, p in names.items():
+        region = key_of(p), int(p.storage_offset())
+        uses = follow.weights.uses.get(region, [])
+        kept = [use for use in uses if not use.pinned and (affine or not use.normalizes)]
+        if kept:
+            normalized = any(bool(into_norm[follow.equations.find(use.head)].all()) for use in kept)
+            first, last = follow.positions[region]
+            part = Part(name, layout(p.detach(), region[1], kept, equations), normalized, first, last)
+            found.append((order[region], part))
+    return [part for _, part in sorted(found, key=lambda pair: pair[0])]
+
+
+def _number(equations: Equations, parts: Sequence[Part], absorbed: Sequence[Tensor], others: Sequence[Tensor]) -> Units:
+    """Numbers the free nodes that parameters touch, oldest first; those that an ε absorbs come last."""
+    touched = [t.reshape(-1) for part in parts for t in part.layout[:2]] + [t.reshape(-1) for t in others]
+    none = torch.zeros(0, dtype=torch.long)
+    ids = equations.find(torch.cat([*absorbed, none])).unique()
+    ids = ids[ids > ANY]
+    last = set(ids[~equations.linked[ids]].tolist())
+    for node in ids[equations.linked[ids]].tolist():
+        form = dict(equations.form(node))
+        free_terms = [j for j in form if j not in last]
+        if len(form) == 1:
+            last.update(form)
+        elif free_terms:  # the sum itself becomes the absorbed unit, in place of one of its terms
+            unit, pivot = int(equations.fresh(1)), max(free_terms)
+            c = form.pop(pivot)
+            equations.define(pivot, {unit: Fraction(1) / c, **{j: Fraction(-k) / c for j, k in form.items()}})
+            last.add(unit)
+    ids = equations.find(torch.cat([*touched, none])).unique()
+    ids = ids[ids > ANY]
+    plain = ids[~equations.linked[ids]]
+    forms = {node: equations.form(node) for node in ids[equations.linked[ids]].tolist()}
+    inside = torch.tensor(sorted({j for form in forms.values() for j in form}), dtype=torch.long)
+    free = torch.cat([plain, inside]).unique()
+    late = torch.isin(free, torch.tensor(sorted(last), dtype=torch.long))
+    ordered = torch.cat([free[~late], free[late]])
+    table = torch.zeros(equations.count, dtype=torch.long)
+    table[ordered] = torch.arange(1, len(ordered) + 1)
+    behind: dict[int, Form] = {}
+    known: dict[Form, int] = {}
+    for node, form in forms.items():
+        written = tuple(sorted((int(table[j]), c) for j, c in form.items()))
+        if len(written) == 1 and written[0][1] == 1:
+            table[node] = written[0][0]
+        elif written:
+            number = known.setdefault(written, len(ordered) + 1 + len(known))
+            table[node], behind[number] = number, written
+    return Units(table, len(ordered) - int(late.sum()), int(late.sum()), behind)
+
+
+def _edges(parts: Sequence[Part], units: Units, equations: Equations) -> tuple[Edges, ...]:
+    return tuple(
+        Edges(
+            part.name,
+            units.of(part.layout.head, equations),
+            units.of(part.layout.tail, equations),
+            part.layout.swap,
+            part.normalized,
+            part.first,
+            part.last,
+            part.layout.shift,
+        )
+        for part in parts
+    )
+
+
+def plain(edges: Sequence[Edges], forms: Mapping[int, Form]) -> tuple[Edges, ...]:
+    """The same edges where every unit has coefficient one; units that do not, or that shift, are ground."""
+    shifted = {u for e in edges if e.shift for u in e.head.unique().tolist()}
+    ground = {u for form in forms.values() for u, c in form if c != 1} | shifted
+    number = torch.arange(1 + max([0, *forms, *(int(t.max()) for e in edges for t in (e.head, e.tail) if t.numel())]))
+    for node, form in forms.items():
+        left = [u for u, c in form if u not in ground]
+        ground.update(left[1:])
+        number[node] = left[0] if left else 0
+    number[torch.isin(number, torch.tensor(sorted(ground), dtype=torch.long))] = 0
+    return tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges)
+
+
+def _compact(edges: Sequence[Edges]) -> tuple[tuple[Edges, ...], int]:
+    """The same edges, units numbered without gaps, and how many there are."""
+    sides = [t.reshape(-1) for e in edges for t in (e.head, e.tail)]
+    units = torch.cat([torch.zeros(1, dtype=torch.long), *sides]).unique()
+    number = torch.zeros(int(units.max()) + 1, dtype=torch.long)
+    number[units] = torch.arange(len(units))
+    return tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges), len(units) - 1
+
+
+def _frozen(edges: Sequence[Edges], parameters: Mapping[str, Tensor], forms: Mapping[int, Form]) -> set[int]:
+    """Units that touch a frozen parameter."""
+    ids = [t.reshape(-1) for e in edges if not parameters[e.name].requires_grad for t in (e.head, e.tail)]
+    found = set(torch.cat(ids).unique().tolist()) if ids else set()
+    return found.union(*({u for u, _ in forms[node]} for node in found if node in forms))
+
+
+def groups(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> tuple[UnitGroup, ...]:
+    """Groups units by who writes and who reads them: each parameter adds a random signature to its units."""
+    generator = torch.Generator().manual_seed(0)
+    signature = torch.zeros(total + 1, 2, dtype=torch.long)
+    sides = [(e.name, _sides(e, total, forms)) for e in edges]
+    for _, both in sides:
+        for column, ids in enumerate(both):
+            signature[ids, column] += torch.randint(1 << 60, (1,), generator=generator)
+    kind = (torch.arange(total + 1) > H).long()
+    keys, inverse, counts = torch.cat([signature, kind[:, None]], 1)[1:].unique(
+        dim=0, return_inverse=True, return_counts=True
+    )
+    first = torch.full((len(keys),), total, dtype=torch.long).scatter_reduce(0, inverse, torch.arange(total), "amin")
+    units = first[first.argsort()] + 1  # one of each group
+    place = torch.full((total + 1,), -1).index_put((units,), torch.arange(len(units)))
+    names: list[tuple[list[str], list[str]]] = [([], []) for _ in units]  # who writes and who reads it
+    for name, both in sides:
+        for column, ids in enumerate(both):
+            for k in place[ids].tolist():
+                if k >= 0:
+                    names[k][column].append(name)
+    found = []
+    for u, count, (written, read) in zip(units.tolist(), counts[first.argsort()].tolist(), names, strict=True):
+        found.append(UnitGroup(count, tuple(written), tuple(read), "absorbed" if u > H else "exact"))
+    return tuple(found)
+
+
+def _sides(e: Edges, total: int, forms: Mapping[int, Form]) -> tuple[Tensor, Tensor]:
+    """Units that a parameter grows with, and units that it shrinks with."""
+    sides = [side.unique() for side in (e.head, e.tail)]
+    found = [[side[(side > 0) & (side <= total)]] for side in sides]
+    for column, side in enumerate(sides):
+        terms = [term for node in side[side > total].tolist() for term in forms[node]]
+        for v, c in terms:
+            found[column if c > 0 else 1 - column].append(torch.tensor([v]))
+    return torch.cat(found[0]).unique(), torch.cat(found[1]).unique()
+
+
+def _pinned(pins: Sequence[Pinned]) -> tuple[Pin, ...]:
+    merged: dict[tuple[str, str, str], int] = {}
+    for pin in pins:
+        key = pin.operation, pin.where, pin.reason
+        merged[key] = merged.get(key, 0) + pin.count
+    return tuple(Pin(operation, where, count, reason) for (operation, where, reason), count in merged.items())

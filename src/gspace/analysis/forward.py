@@ -1,0 +1,189 @@
+"""Runs a model and leaves no trace: whatever a forward pass changes is put back, also when it raises."""
+
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+ONE_AT_A_TIME = threading.RLock()  # while it lasts, a run changes the model and flags of torch
+
+
+class TraceError(ValueError):
+    """A model could not be run or followed; the message says what to do."""
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module behind `torch.compile`, `DataParallel`, `DistributedDataParallel` and `AveragedModel`."""
+    wrappers = {
+        "OptimizedModule": "_orig_mod",
+        "DataParallel": "module",
+        "DistributedDataParallel": "module",
+        "AveragedModel": "module",
+    }
+    while type(model).__name__ in wrappers and type(model).__module__.startswith("torch."):
+        model = getattr(model, wrappers[type(model).__name__])
+    return model
+
+
+def arguments(example_input: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One batch as positional and keyword arguments."""
+    match example_input:
+        case Tensor():
+            return (example_input,), {}
+        case Mapping():
+            return (), dict(example_input)
+        case tuple() | list():
+            return tuple(example_input), {}
+    raise TypeError(f"example_input must be a Tensor, a tuple or a dict of inputs, got {type(example_input).__name__}")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of an output, in tuples, lists, dicts and dataclasses. Other objects, such as caches, are none."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, f.name) for f in fields(value)]
+    return [t for part in value for t in tensors_in(part)] if isinstance(value, (tuple, list)) else []
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Attributes, buffers, gradients, flags, generators and torch's fast paths are afterwards what they were before."""
+    with ONE_AT_A_TIME, ExitStack() as later:
+        for value in _held([vars(m) for m in model.modules()]):
+            later.callback(*_way_back(value))
+        for m in model.modules():
+            if vars(m).get("_compiled_call_impl") is not None:
+                vars(m)["_compiled_call_impl"] = None  # compiled models run as they are written
+        for p in model.parameters():
+            later.callback(_restore_parameter, p, p.data, p.grad, p.requires_grad)
+            p.grad = None
+        for b in model.buffers():
+            if not b.is_meta:
+                later.callback(_restore, b, b.detach().clone())
+        later.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        later.callback(random.setstate, random.getstate())
+        if "numpy" in sys.modules:
+            numpy = sys.modules["numpy"]
+            later.callback(numpy.random.set_state, numpy.random.get_state())
+        devices = {p.device.index for p in (*model.parameters(), *model.buffers()) if p.device.type == "cuda"}
+        later.enter_context(torch.random.fork_rng(sorted(i for i in devices if i is not None)))
+        later.enter_context(torch.inference_mode(False))
+        later.enter_context(torch.no_grad())
+        for m in model.modules():  # what was made in inference mode cannot be written outside of it
+            m._buffers.update({k: b.clone() for k, b in m._buffers.items() if b is not None and b.is_inference()})
+        yield
+
+
+CONTAINERS = (dict, list, set, deque)
+
+
+def _held(values: Iterable[Any]) -> list[Any]:
+    """Containers, however deep, and generators in them."""
+    found: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in found:
+            continue
+        if isinstance(value, (*CONTAINERS, tuple)):
+            waiting += value.values() if isinstance(value, dict) else value
+        elif not isinstance(value, random.Random) and not any(hasattr(value, name) for name in GENERATORS):
+            continue
+        found[id(value)] = value
+    return [value for value in found.values() if not isinstance(value, tuple)]
+
+
+GENERATORS = ("set_state", "bit_generator")  # of torch and numpy
+
+
+def _way_back(value: Any) -> tuple[Any, ...]:
+    """A function and arguments that restore a container or a generator."""
+    match value:
+        case dict():
+            return _restore_dict, value, dict(value)
+        case list() | set() | deque():
+            return _restore_container, value, list(value)
+        case random.Random():
+            return value.setstate, value.getstate()
+    if hasattr(value, "bit_generator"):
+        return setattr, value.bit_generator, "state", value.bit_generator.state
+    return value.set_state, value.get_state()
+
+
+def _restore_dict(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Key by key: another thread may read it."""
+    for key in now.keys() - before.keys():
+        del now[key]
+    for key, value in before.items():
+        if key not in now or now[key] is not value:
+            now[key] = value
+    if list(now) != list(before):
+        now.clear()
+        now.update(before)
+
+
+def _restore_container(now: Any, before: list[Any]) -> None:
+    if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
+        now.clear()
+        (now.update if isinstance(now, set) else now.extend)(before)
+
+
+def _restore_parameter(p: nn.Parameter, data: Tensor, grad: Tensor | None, requires_grad: bool) -> None:
+    if p.untyped_storage()._cdata != data.untyped_storage()._cdata:
+        p.data = data
+    if p.requires_grad != requires_grad:
+        p.requires_grad_(requires_grad)
+    p.grad = grad
+
+
+def _restore(buffer: Tensor, before: Tensor) -> None:
+    same = buffer.shape == before.shape and all(map(torch.equal, _bytes(buffer), _bytes(before)))
+    if not same:
+        with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+            buffer.copy_(before)
+
+
+def _bytes(t: Tensor) -> list[Tensor]:
+    """What a tensor holds, whatever its type; NaN equals itself."""
+    parts = {torch.strided: lambda: [t], torch.sparse_coo: lambda: [t._indices(), t._values()]}
+    listed = parts.get(t.layout, lambda: [t.values()])()
+    return [part.detach().contiguous().reshape(-1).view(torch.uint8) for part in listed]
+
+
+def set_mode(model: nn.Module, training: bool) -> None:
+    """Flags alone: `train()` may be overridden to do work."""
+    for m in model.modules():
+        m.training = training
+
+
+def kept(model: nn.Module, before: set[int]) -> list[Tensor]:
+    """Activations that a run has left in attributes, for others to read: as good as an output."""
+    return [t for t in attributes(model) if id(t) not in before]
+
+
+def attributes(model: nn.Module) -> list[Tensor]:
+    """Tensors that modules hold outside of their parameters and buffers."""
+    found: list[Tensor] = []
+    for m in model.modules():
+        for name, value in vars(m).items():
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, (dict, list, tuple, deque)) and value and name not in HELD:
+                found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return found
+
+
+HELD = frozenset(vars(nn.Module()))  # what every module has

@@ -1,0 +1,219 @@
+"""What `analyze` finds: the edges of a network, its units, what is pinned and why. Data only.
+
+Shapes: `head` is `(group, out)`, `tail` is `(group, in)`, a parameter is viewed as `(group, out, in, *taps)`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Residual = Literal["pin", "tie"]
+Form = tuple[tuple[int, int | Fraction], ...]  # units and coefficients: the log-scale Σ c·x[u]
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """One parameter tensor, seen as edges between units.
+
+    Attributes:
+        name: The parameter's name in the model.
+        head: Unit that each output writes, `(group, out)`.
+        tail: Unit that each input reads, `(group, in)`; a bias, γ or β reads ground.
+        swap: The parameter is stored (in, out), as that of a transposed convolution.
+        normalized: Its output goes straight into a BatchNorm.
+        first: Position of its first use in the forward pass.
+        last: Position of its last use.
+        shift: `shift` + w is what scales: 1 for a gain that is written 1 + w.
+    """
+
+    name: str
+    head: Tensor
+    tail: Tensor
+    swap: bool
+    normalized: bool
+    first: int
+    last: int
+    shift: float = 0.0
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Whether `parameter` has this many outputs and inputs."""
+        try:
+            return self.view(parameter).shape[:3] == (*self.head.shape, self.tail.shape[1])
+        except RuntimeError:  # it cannot be divided so
+            return False
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """`parameter` as `(group, out, in, *taps)`, without a copy whatever its strides."""
+        if parameter.numel() == 0:
+            return parameter.reshape(*self.head.shape, self.tail.shape[1])
+        if parameter.dim() != 1 and self.head.numel() != parameter.numel():
+            split = parameter.unflatten(0, (self.head.shape[0], -1))
+            return split.transpose(1, 2) if self.swap else split
+        return parameter.reshape(*self.head.shape, 1)
+
+
+def magnitude(weight: Tensor) -> Tensor:
+    """|w| in float64; complex weights have one too, though no scale of their own."""
+    return (weight if weight.is_complex() else weight.double()).abs().double()
+
+
+@dataclass(frozen=True, eq=False)
+class Statistic:
+    """A running statistic of BatchNorm: it scales with `unit` to the given power."""
+
+    name: str
+    unit: Tensor
+    power: int
+
+
+@dataclass(frozen=True)
+class UnitGroup:
+    """Units that are written and read by the same parameters."""
+
+    count: int
+    written: tuple[str, ...]
+    read: tuple[str, ...]
+    kind: Literal["exact", "absorbed"]
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Channels that one operation keeps from being scaled.
+
+    Which axis of a parameter holds channels only a rule knows: without one, `count` is the smaller of the first two.
+    """
+
+    operation: str
+    where: str
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.count} channels at {self.where} ({self.operation}): {self.reason}"
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """The rescaling symmetry of a model. Holds names and unit ids, no reference to the model.
+
+    Attributes:
+        H: Hidden units whose scale is free, exactly.
+        H_absorbed: Rows whose scale a BatchNorm divides out (exact as its ε → 0).
+        H_paper: Units when BatchNorm is ignored, the count of the paper.
+        m: Trainable scalars.
+        dim: m minus the units whose weights are all trainable: the dimension of G-space.
+        edges: The exact view; units 1…H are exact, H + 1…H + H_absorbed absorbed, larger ids are keys of `forms`.
+        transparent: The view of the paper, units 1…H_paper.
+        statistics: Running statistics that follow absorbed units.
+        units: Groups of units alike, in the order they are written.
+        pinned: What is not scaled, and the operation that pinned it.
+        residual: What was done with residual streams.
+        forms: Ids of `edges` whose log-scale is not that of one unit: −1 times it on the key side of an attention, 2
+            times before a squared ReLU, the sum of two behind a gate.
+        unseen: Parameters with elements that no run has read, and how many: nothing is known of them.
+    """
+
+    H: int
+    H_absorbed: int
+    H_paper: int
+    m: int
+    dim: int
+    edges: tuple[Edges, ...] = field(repr=False)
+    transparent: tuple[Edges, ...] = field(repr=False)
+    statistics: tuple[Statistic, ...] = field(repr=False)
+    units: tuple[UnitGroup, ...] = field(repr=False)
+    pinned: tuple[Pin, ...] = field(repr=False)
+    residual: Residual = "tie"
+    forms: Mapping[int, Form] = field(default_factory=dict, repr=False)
+    unseen: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+    def log_scales(self, units: Tensor) -> Tensor:
+        """Log-scales of all ids of `edges`, given those of ground and units, `(1 + H + H_absorbed,)`."""
+        top = max([len(units) - 1, *self.forms])
+        log = torch.zeros(top + 1, dtype=torch.float64, device=units.device)
+        log[: len(units)] = units
+        if self.forms:
+            terms = [(node, u, float(c)) for node, form in self.forms.items() for u, c in form]
+            nodes, of, coefficients = zip(*terms, strict=True)
+            values = log[list(of)] * torch.tensor(coefficients, dtype=torch.float64, device=log.device)
+            log.index_add_(0, torch.tensor(nodes, device=log.device), values)
+        return log
+
+    @property
+    def invariant_ratio(self) -> float:
+        """H/m, the share of directions in weight space that do not change the network."""
+        return self.H / self.m if self.m else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything the printed table shows, as plain Python values."""
+        counts = {
+            name: getattr(self, name)
+            for name in ("H", "H_absorbed", "H_paper", "m", "dim", "invariant_ratio", "residual")
+        }
+        forms = {str(node): [[u, str(c)] for u, c in form] for node, form in self.forms.items()}
+        lists = {"units": [vars(g) for g in self.units], "pinned": [vars(p) for p in self.pinned]}
+        return {**counts, **lists, "forms": forms, "unseen": dict(self.unseen)}
+
+    def __str__(self) -> str:
+        rows = [("units", "kind", "written by", "read by")]
+        rows += [(_times(g.count, n), g.kind, ", ".join(g.written), ", ".join(g.read)) for g, n in folded(self.units)]
+        lines = _aligned(rows)
+        lines += [
+            "",
+            f"m = {self.m:,} weights   H = {self.H:,} units   m − H = {self.dim:,}   H/m = {self.invariant_ratio:.3g}",
+        ]
+        if self.H_absorbed or self.H_paper != self.H:
+            lines.append(
+                f"norms absorb {self.H_absorbed:,} more as ε → 0; {self.H_paper:,} units in the view of the paper, "
+                "where BatchNorm is ignored"
+            )
+        if self.pinned:
+            lines += ["", "pinned:"] + [f"  {pin}" for pin in _folded_pins(self.pinned)]
+        if self.unseen:
+            lines += ["", "not used by the example, so nothing is known of:"]
+            lines += [f"  {n:,} weights of {name}" for name, n in self.unseen.items()]
+        return "\n".join(lines)
+
+
+def folded(groups: Sequence[UnitGroup]) -> list[tuple[UnitGroup, int]]:
+    """Groups that repeat from layer to layer as one, numbers in their names as *, and how often they occur.
+
+    >>> a, b = (UnitGroup(4, (f"layers.{k}.up",), (f"layers.{k}.down",), "exact") for k in (0, 1))
+    >>> folded([a, b])
+    [(UnitGroup(count=4, written=('layers.*.up',), read=('layers.*.down',), kind='exact'), 2)]
+    """
+    found: dict[UnitGroup, list[UnitGroup]] = {}
+    for g in groups:
+        alike = UnitGroup(g.count, _starred(g.written), _starred(g.read), g.kind)
+        found.setdefault(alike, []).append(g)
+    return [(alike if len(same) > 1 else same[0], len(same)) for alike, same in found.items()]
+
+
+def _folded_pins(pins: Sequence[Pin]) -> list[str]:
+    found: dict[tuple[str, str, int, str], list[Pin]] = {}
+    for pin in pins:
+        (where, reason) = (_starred((text,))[0] for text in (pin.where, pin.reason))
+        found.setdefault((pin.operation, where, pin.count, reason), []).append(pin)
+    return [
+        str(same[0]) if len(same) == 1 else f"{_times(count, len(same))} channels at {where} ({operation}): {reason}"
+        for (operation, where, count, reason), same in found.items()
+    ]
+
+
+def _starred(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(re.sub(r"(?<![\w])\d+(?![\w])", "*", name) for name in names))
+
+
+def _times(count: int, times: int) -> str:
+    return str(count) if times == 1 else f"{count} × {times}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], limit: int = 60) -> list[str]:
+    cut = [tuple(cell if len(cell) <= limit else cell[: limit - 1] + "…" for cell in row) for row in rows]
+    widths = [max(len(row[i]) for row in cut) for i in range(len(cut[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cut]

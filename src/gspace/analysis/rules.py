@@ -1,0 +1,455 @@
+"""What each operation does to scales. A rule reads nodes, adds equations, and returns the nodes of the outputs.
+
+One node tensor per output, or one for all of them; None is ground. Nodes broadcast to the sizes of the output. Which
+operation has which rule is said in `operations.py`.
+"""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gspace.analysis.equations import ANY, GROUND, constant, squash
+from gspace.analysis.follow import Call, Follow, Nodes, Norm, Pinned
+from gspace.analysis.memory import Raw, key_of
+
+EPSILON = 1e-2  # a number below it that is added to a scaled value is an ε: without it, the scale would be exact
+ZERO = torch.tensor(GROUND, device="cpu")
+
+
+def unknown(s: Follow, c: Call) -> Nodes:
+    """No rule: what is read and what is returned is ground."""
+    return _pinned(s, c, "no rule is known for it")
+
+
+def nonlinear(s: Follow, c: Call) -> Nodes:
+    return _pinned(s, c, "not positively homogeneous")
+
+
+def _pinned(s: Follow, c: Call, reason: str) -> Nodes:
+    for t in tree_leaves(c.args):
+        if isinstance(t, Tensor) and t in s.memory:
+            s.pin(s.content(t), reason)
+    return None
+
+
+def ground(s: Follow, c: Call) -> Nodes:
+    """Reads no value, or only signs and zeros, which no positive scale changes."""
+    return None
+
+
+def read_out(s: Follow, c: Call) -> Nodes:
+    """A value that Python sees."""
+    return _pinned(s, c, "its value is read")
+
+
+def created(s: Follow, c: Call) -> Nodes:
+    """zeros, full, fill …: a literal 0 takes any scale."""
+    value = 0.0 if "zero" in c.name else c.get("fill_value", "value", "s")
+    return s.ids(value)
+
+
+def homogeneous(s: Follow, c: Call) -> Nodes:
+    """f(c·x) = c·f(x), entry by entry."""
+    return s.ids(c["self"])
+
+
+def dropout(s: Follow, c: Call) -> list[Nodes]:
+    return [s.ids(c["input"]), None]
+
+
+def copied(s: Follow, c: Call) -> Nodes:
+    return s.content(c.get("src", "self"))
+
+
+# Movement -------------------------------------------------------------------------------------------------------------
+
+
+def moved(s: Follow, c: Call) -> list[Nodes]:
+    """Moves elements about: so it does with their nodes."""
+
+    def nodes(t: Any) -> Any:
+        return s.ids(t).contiguous() if isinstance(t, Tensor) and t.is_floating_point() else t
+
+    changed = {name: tree_map(nodes, value) for name, value in c.args.items() if name not in ("dtype", "layout")}
+    return tree_leaves(c.function(**{k: v for k, v in changed.items() if k != "out"}))
+
+
+def resampled(s: Follow, c: Call) -> Nodes:
+    """Moves elements about, but only floating ones."""
+    x = s.ids(c["self"])
+    return c.run(self=x.double().contiguous()).long()
+
+
+def joined(s: Follow, c: Call) -> Nodes:
+    """cat, stack: dimensions that no node changes along stay expanded."""
+    tensors = [t for t in c["tensors"] if t.numel() or t.dim() != 1]
+    dim = c["dim"] if "dim" in c.args else 0
+    nodes = [s.ids(t) for t in tensors]
+    rank = nodes[0].dim()
+    shapes = [list(t.shape) for t in nodes]
+    for d in range(rank):
+        if (c.name == "stack" or d != dim % rank) and all(t.stride(d) == 0 for t in nodes):
+            nodes = [t.narrow(d, 0, 1) for t in nodes]
+    result = (torch.stack if c.name == "stack" else torch.cat)(nodes, dim)
+    at = dim % (rank + (c.name == "stack"))
+    full = [*shapes[0][:at], result.shape[at], *shapes[0][at + (c.name != "stack") :]]
+    return result.expand(full)
+
+
+def padded(s: Follow, c: Call) -> Nodes:
+    """With zeros, which take any scale; where nodes do not change there is nothing to pad."""
+    nodes, pad = s.ids(c["self"]), list(c["pad"])
+    if c["value"] != 0:
+        s.pin(nodes, "padded with a value other than 0")
+        return None
+    for k in range(len(pad) // 2):
+        if nodes.stride(-1 - k) == 0 or nodes.shape[-1 - k] == 1:
+            nodes = nodes.narrow(-1 - k, 0, 1)
+            pad[2 * k : 2 * k + 2] = [0, 0]
+    return torch.constant_pad_nd(nodes, pad, ANY)
+
+
+def chosen(s: Follow, c: Call) -> Nodes:
+    """index, gather, embedding …: rows of a table that this batch does not choose have the scale of the others."""
+    source, where = c.get("self", "weight"), tree_leaves(c.get("indices", "index"))
+    raw = s.raw(source)
+    rank = source.dim()
+    if c.name == "index":
+        dims: list[int] = []
+        d = 0
+        for w in where:
+            width = w.dim() if isinstance(w, Tensor) and w.dtype in (torch.bool, torch.uint8) else 1
+            dims += range(d, d + width) if w is not None else ()
+            d += width
+    else:
+        dims = [0 if c.name == "embedding" else c["dim"] % max(rank, 1)]
+    if c.name == "embedding" and raw is not None:
+        head = s.weights.edges(raw, ZERO, (1, raw.sizes[1]))
+        if c["padding_idx"] >= 0:
+            s.untrained.append(head)
+        return head[0]
+    if raw is not None:
+        nodes = s.weights.edges(raw, ZERO, [1 if d in dims else n for d, n in enumerate(raw.sizes)]).expand(raw.sizes)
+    else:
+        nodes = s.ids(source)
+        if any(s.depends_on_data(w) for w in where):
+            nodes = s.reduce(nodes, dims).expand(nodes.shape)
+    if all(constant(nodes, d) for d in dims) and c.name in ("index_select", "embedding"):
+        return nodes.narrow(dims[0], 0, 1) if c.name == "index_select" else nodes[0]
+    name = "self" if "self" in c.args else "weight"
+    return c.run(**{name: nodes.contiguous()})
+
+
+def collected(s: Follow, c: Call) -> Nodes:
+    """Rows that are written onto others, several perhaps onto one."""
+    x = s.ids(c["self"])
+    if c.name == "index_put":
+        rows = s.ids(c["values"])
+        if not c["accumulate"] and not any(s.depends_on_data(i) for i in c["indices"]):
+            return torch.ops.aten.index_put(x.contiguous(), c["indices"], rows)
+        one, other = s.reduce(x), s.reduce(rows)
+    elif c.name == "masked_scatter":
+        one, other = s.reduce(x), s.reduce(s.ids(c["source"]))
+    else:
+        source = s.ids(c.get("source", "src", "value"))
+        dims = [c["dim"]] if c.name == "index_add" else None  # a scatter has an index for every entry
+        one, other = s.reduce(x, dims), s.reduce(source, dims)
+    other = other.reshape([1] * (one.dim() - other.dim()) + list(other.shape))
+    return s.tied(*torch.broadcast_tensors(one, other)).expand(x.shape)
+
+
+# Arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+def product(s: Follow, c: Call) -> Nodes:
+    """x_y = x_a ± x_b. With a parameter it makes edges: a gain, one factor per channel."""
+    if c.get("rounding_mode") is not None:
+        return nonlinear(s, c)
+    x, y = c["self"], c["other"]
+    sign = 1 if c.name == "mul" else -1
+    for one, other in ((x, y), (y, x)) if sign == 1 else ():
+        raw = s.raw(other)
+        if raw is not None and s.raw(one) is None:
+            found = _gain(s, s.ids(one), raw)
+            if found is not None:
+                return found
+    return s.equations.sum(1, s.ids(x), sign, s.ids(y))
+
+
+def _gain(s: Follow, nodes: Tensor, raw: Raw) -> Tensor | None:
+    """A parameter times an activation whose nodes change along no dimension that the parameter is expanded over."""
+    (few,) = squash(nodes)
+    sizes = [1] * (few.dim() - len(raw.sizes)) + [1 if n == 1 or s == 0 else n for n, s in zip(*raw[1:3], strict=True)]
+    if len(sizes) != few.dim() or any(n > 1 and size == 1 for n, size in zip(few.shape, sizes, strict=True)):
+        return None
+    tail = few.reshape(few.shape[few.dim() - len(raw.sizes) :])
+    return s.weights.edges(raw, tail, sizes[few.dim() - len(raw.sizes) :])
+
+
+POWERS = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": -1, "square": 2}
+
+
+def power(s: Follow, c: Call) -> Nodes:
+    exponent = POWERS.get(c.name) or c["exponent"]
+    if isinstance(exponent, Tensor) or not isinstance(c["self"], Tensor):
+        return nonlinear(s, c)
+    p = Fraction(float(exponent)).limit_denominator(64)
+    if p == 0:
+        return None
+    return s.equations.sum(int(p) if p.denominator == 1 else p, s.ids(c["self"]), 1, ZERO)
+
+
+def added(s: Follow, c: Call) -> Nodes:
+    """Things that are added, compared or chosen from have one scale. A small number is an ε; 1 + w is a gain."""
+    x, y = c["self"], c.get("other", "value", "end")
+    if c.name == "lerp" and isinstance(c["weight"], Tensor) and c["weight"] in s.memory:
+        return nonlinear(s, c)
+    for one, other in ((x, y), (y, x)):
+        if isinstance(one, (int, float)) and one and math.isfinite(one) and c.name in ("add", "sub", "rsub"):
+            if abs(one) < EPSILON:
+                s.absorb(s.ids(other))
+                return s.ids(other)
+            raw = s.raw(other)
+            if raw is not None and c.name == "add":
+                return s.weights.edges(raw, ZERO, raw.sizes, float(one))
+    return s.add(x, y)
+
+
+def compared(s: Follow, c: Call) -> Nodes:
+    added(s, c)
+    return None
+
+
+def product_added(s: Follow, c: Call) -> Nodes:
+    """addcmul, addcdiv."""
+    term = s.equations.sum(1, s.ids(c["tensor1"]), 1 if c.name == "addcmul" else -1, s.ids(c["tensor2"]))
+    return s.tied(*torch.broadcast_tensors(s.ids(c["self"]), term))
+
+
+def clamped(s: Follow, c: Call) -> Nodes:
+    """At 0, or at an ε."""
+    bounds = [c.get(name) for name in ("min", "max", "min_val", "max_val", "threshold", "value")]
+    bounds = [b for b in bounds if b is not None]
+    if any(isinstance(b, Tensor) or (abs(b) >= EPSILON and abs(b) != math.inf) for b in bounds):
+        return nonlinear(s, c)
+    if any(b and abs(b) != math.inf for b in bounds):
+        s.absorb(s.ids(c["self"]))
+    return s.ids(c["self"])
+
+
+def prelu(s: Follow, c: Call) -> Nodes:
+    """The slope is never scaled. A parameter loses no unit by that: no pin."""
+    slope = s.content(c["weight"])
+    if isinstance(slope, Raw):
+        s.weights.ground(slope)
+    else:
+        s.pin(slope, "the slope of a PReLU, which no scale changes")
+    return s.ids(c["self"])
+
+
+def glu(s: Follow, c: Call) -> Nodes:
+    value, gate = s.ids(c["self"]).chunk(2, c["dim"])
+    s.pin(gate, "not positively homogeneous")
+    return value
+
+
+# Reductions -----------------------------------------------------------------------------------------------------------
+
+
+def reduced(s: Follow, c: Call) -> Nodes | list[Nodes]:
+    """sum, mean, max, norm …: what is reduced together has one scale."""
+    if isinstance(c.get("other"), Tensor):
+        return s.add(c["self"], c["other"])
+    dims, keep = c.get("dim"), bool(c.get("keepdim"))
+    one = s.reduce(s.ids(c["self"]), dims, keep)
+    if c.get("dtype") is not None and not c["dtype"].is_floating_point:
+        return one
+    if c.name.startswith("var"):
+        return [s.equations.sum(2, one, 1, ZERO), one]
+    if c.name in ("max", "min", "median", "nanmedian", "mode", "kthvalue") and dims is not None:
+        return [one, None]
+    return one
+
+
+def along(s: Follow, c: Call) -> Nodes | list[Nodes]:
+    """cumsum, sort, topk, argmax …: along one dimension."""
+    one = s.reduce(s.ids(c["self"]), c.get("dim"))
+    return None if "arg" in c.name else [one, None]
+
+
+def pooled(s: Follow, c: Call) -> list[Nodes]:
+    """Pools and interpolations over the last dimensions."""
+    nodes = s.ids(c.get("self", "input"))
+    spatial = next((int(d) for d in c.name if d.isdigit()), 2)
+    return [s.reduce(nodes, range(-spatial, 0)), None]
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+def matrix_product(s: Follow, c: Call) -> Nodes:
+    """mm, bmm, mv, dot, and with something added: addmm, baddbmm, addmv."""
+    bias = c["self"] if c.name in ("addmm", "baddbmm", "addmv") and c.get("beta") != 0 else None
+    first, second = {
+        "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec"), "mv": ("self", "vec"),
+        "dot": ("self", "tensor"), "vdot": ("self", "other"),
+    }.get(c.name, ("self", "mat2"))  # fmt: skip
+    x, y = c[first], c[second]
+    a, b = s.content(x), s.content(y)
+    a, b = _as_batch(a, x.dim(), 1), _as_batch(b, y.dim(), 2)
+    result = s.contract(a, b)
+    rank = max(x.dim(), y.dim()) if x.dim() == y.dim() == 3 else x.dim() + y.dim() - 2
+    result = result if rank == 3 else result[0] if rank == 2 else result[0, :, 0] if rank == 1 else result[0, 0, 0]
+    return result if bias is None else _biased(s, result, bias)
+
+
+def _as_batch(content: Tensor | Raw, rank: int, new: int) -> Tensor | Raw:
+    """As (n, rows, columns): a matrix in front, a vector as a row (`new` 1) or a column (2)."""
+    if isinstance(content, Tensor):
+        content = content.unsqueeze(new - 1) if rank == 1 else content
+        return content if rank == 3 else content[None]
+    sizes, strides = list(content.sizes), list(content.strides)
+    for at in ([new - 1] if rank == 1 else []) + ([0] if rank < 3 else []):
+        sizes.insert(at, 1)
+        strides.insert(at, 0)
+    return content._replace(sizes=tuple(sizes), strides=tuple(strides))
+
+
+def _biased(s: Follow, nodes: Tensor, bias: Tensor) -> Tensor:
+    return s.tied(nodes, s.ids(bias).expand(nodes.shape))
+
+
+def linear(s: Follow, c: Call) -> Nodes:
+    x, w = s.content(c.get("input", "self")), s.content(c["weight"])
+    w = w._replace(sizes=w.sizes[::-1], strides=w.strides[::-1]) if isinstance(w, Raw) else w.t()
+    nodes = s.weights.nodes(x) if isinstance(x, Raw) else x
+    rows = s.reduce(nodes, range(nodes.dim() - 1)).reshape(1, 1, -1)
+    result = s.contract(rows, _as_batch(w, 2, 2))[0, 0]
+    return result if c.get("bias") is None else _biased(s, result, c["bias"])
+
+
+def convolution(s: Follow, c: Call) -> Nodes:
+    """View the weight as (group, out, in, taps), transposed (group, in, out, taps)."""
+    x, groups, transposed = c["input"], c["groups"], c["transposed"]
+    tail = s.reduce(s.ids(x), [0, *range(2, x.dim())]).reshape(groups, -1)
+    weight = s.content(c["weight"])
+    taps = [1] * (x.dim() - 2)
+    tail = tail.reshape(groups, -1, 1, *taps) if transposed else tail.reshape(groups, 1, -1, *taps)
+    if isinstance(weight, Raw):
+        rows, step = weight.sizes[0] // groups, weight.strides[0]
+        weight = weight._replace(
+            sizes=(groups, rows, *weight.sizes[1:]),
+            strides=(rows * step if groups > 1 else 0, step, *weight.strides[1:]),
+        )
+        shape = (groups, 1, weight.sizes[2], *taps) if transposed else (groups, rows, 1, *taps)
+        head = s.weights.edges(weight, tail, shape)
+    else:
+        head = s.equations.sum(1, weight.unflatten(0, (groups, -1)), 1, tail)
+        head = s.reduce(head, [1 if transposed else 2, *range(3, head.dim())])
+    head = head.reshape(1, -1, *taps)
+    return head if c["bias"] is None else s.tied(head, s.ids(c["bias"]).reshape(head.shape))
+
+
+def trilinear(s: Follow, c: Call) -> Nodes:
+    """Products of three, summed."""
+    nodes = []
+    for k in "123":
+        t = s.ids(c[f"i{k}"])
+        for d in c[f"expand{k}"]:
+            t = t.unsqueeze(d)
+        nodes.append(t)
+    total = s.equations.sum(1, s.equations.sum(1, nodes[0], 1, nodes[1]), 1, nodes[2])
+    return s.reduce(total, c["sumdim"], keep=False)
+
+
+def grouped_product(s: Follow, c: Call) -> Nodes:
+    """Rows of x, sorted by expert, times each expert's matrix; where one gets no row, all read the same units."""
+    x, ends = s.ids(c["self"]), c["offs"].tolist()
+    parts = [x[i:j] for i, j in zip([0, *ends], ends, strict=False)]
+    if not all(len(p) for p in parts):
+        parts = [x] * len(parts)
+    rows = torch.stack([s.reduce(p, 0) for p in parts])
+    result = s.contract(rows, s.content(c["mat2"]))[:, 0]
+    which = torch.searchsorted(torch.tensor(ends), torch.arange(len(x)), right=True)
+    return result[which.clamp(max=len(ends) - 1)]
+
+
+def attention(s: Follow, c: Call) -> list[Nodes]:
+    """Q and K cancel in every product; the result has the scale of V. Grouped heads share K and V."""
+    q, k, v = (s.ids(c[name]) for name in ("query", "key", "value"))
+    if k.dim() > 2 and k.shape[-3] != q.shape[-3]:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    mask = c.get("attn_mask", "attn_bias")
+    if isinstance(mask, Tensor):
+        s.pin(s.ids(mask), "inside of a softmax")
+    count = s.equations.cancel(s.reduce(q, -2), s.reduce(k, -2))
+    if count:
+        s.pins.append(Pinned(s.operation, s.where(), count, "queries and keys meet in a softmax: one scale for both"))
+    return [s.reduce(v, -2)] + [None] * 8
+
+
+# Norms ----------------------------------------------------------------------------------------------------------------
+
+
+def _affine(s: Follow, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Gain and bias write what comes out of a norm."""
+    result = ZERO if weight is None else s.ids(weight)
+    return result if bias is None else _biased(s, result.expand(bias.shape), bias)
+
+
+def layer_norm(s: Follow, c: Call) -> list[Nodes]:
+    shape = c.get("normalized_shape")
+    s.absorb(s.reduce(s.ids(c["input"]), range(-len(shape), 0)))
+    return [_affine(s, c["weight"], c.get("bias")), None, None]
+
+
+def group_norm(s: Follow, c: Call) -> list[Nodes]:
+    x = c["input"]
+    s.absorb(s.reduce(s.ids(x).reshape(len(x), c["group"], -1), 2))
+    return [_channels(_affine(s, c["weight"], c["bias"]), x.dim()), None, None]
+
+
+def batch_norm(s: Follow, c: Call) -> list[Nodes]:
+    """Divides the scale of each channel out; γ and β write the units behind it, statistics follow those before it."""
+    x = c["input"]
+    absorbed = s.reduce(s.ids(x), [0, *range(2, x.dim())]).reshape(-1)
+    statistics = [(c.get(name), power) for name, power in (("running_mean", 1), ("running_var", 2))]
+    statistics = [(t, power) for t, power in statistics if isinstance(t, Tensor)]
+    gain = s.raw(c["weight"])
+    if gain is None and (c["weight"] is not None or not statistics):  # an InstanceNorm, or a computed gain
+        s.absorb(absorbed)
+        return [_channels(_affine(s, c["weight"], c["bias"]), x.dim()), None, None, None, None]
+    key = tuple(absorbed.tolist())
+    if gain is not None:
+        written = s.weights.edges(gain, ZERO, gain.sizes, normalizes=True)
+        key += tuple(written.tolist())
+    else:
+        written = s.norms[key].written if key in s.norms else s.equations.fresh(len(absorbed))
+    shift = s.raw(c["bias"])
+    if shift is not None:
+        s.equations.tie(s.weights.edges(shift, ZERO, shift.sizes, normalizes=True), written)
+    elif c["bias"] is not None:
+        _biased(s, written, c["bias"])
+    s.norms[key] = Norm(absorbed, written, gain is not None)
+    for t, power in statistics:
+        nodes = absorbed if power == 1 else s.equations.sum(power, absorbed, 1, ZERO)
+        if key_of(t) in s.statistics:
+            s.equations.tie(s.statistics[key_of(t)][0], absorbed)
+        s.statistics.setdefault(key_of(t), (absorbed, power))
+        s.memory.write(t, nodes)
+    return [_channels(written, x.dim()), None, None, None, None]
+
+
+def _channels(nodes: Tensor, rank: int) -> Tensor:
+    return nodes.reshape(1, -1, *[1] * (rank - 2)) if nodes.dim() else nodes
+
+
+def weight_norm(s: Follow, c: Call) -> list[Nodes]:
+    v, g = s.ids(c["v"]), s.ids(c["g"])
+    norm = s.reduce(v, [d for d in range(v.dim()) if d != c["dim"] % v.dim()])
+    v = s.equations.find(v)
+    return [s.equations.sum(1, s.equations.sum(1, v, -1, norm), 1, g), norm]

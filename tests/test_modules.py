@@ -1,0 +1,142 @@
+"""Small modules: the count each dictates, a rescaling that no output notices, and a rank that leaves no scale out."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gspace
+from invariance import randomize_
+from layers import Experts, LanguageModel
+from modules import MODULES, Module
+from moved import call, moved, tensors
+from parts import Net
+from scale_rank import scale_symmetries
+
+BATCH = 6
+every_module = pytest.mark.parametrize("case", MODULES, ids=lambda case: case.name)
+
+
+def draw(case: Module, seed: int, batch: int = BATCH) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    if case.vocabulary:
+        return tuple(torch.randint(case.vocabulary, (batch, *shape), generator=generator) for shape in case.shapes)
+    return tuple(torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for shape in case.shapes)
+
+
+def build(case: Module, seed: int = 0, eps: float | None = None) -> nn.Module:
+    """The module in float64 with random weights and running statistics of two batches."""
+    model = randomize_(case.build(), seed).double().train()
+    for part in model.modules():
+        if eps is not None and hasattr(part, "eps"):
+            part.eps = eps
+    with torch.no_grad():
+        for step in (100, 101):
+            model(*draw(case, step))
+    return model
+
+
+def analyze(case: Module) -> gspace.Analysis:
+    return gspace.analyze(build(case), draw(case, 0), residual="tie")
+
+
+@every_module
+def test_counts(case: Module) -> None:
+    found = analyze(case)
+    assert (found.H, found.H_absorbed) == (case.H, case.H_absorbed)
+    assert not found.unseen
+
+
+@every_module
+def test_rescaling_keeps_the_outputs_on_another_batch(case: Module) -> None:
+    """In float64: rounding of a few layers stays near 1e-15."""
+    found = analyze(case)
+    for mode, change in moved(build(case), draw(case, 1), found).items():
+        assert change <= 1e-12, mode
+
+
+@pytest.mark.parametrize("case", [case for case in MODULES if case.H_absorbed], ids=lambda case: case.name)
+def test_absorbed_scales_keep_the_outputs_at_tiny_eps(case: Module) -> None:
+    """Statistics of BatchNorm move along; 1e-9 because a norm amplifies the rounding of small rows."""
+    model = build(case, eps=1e-30)
+    for mode, change in moved(model, draw(case, 1), analyze(case), absorbed=True).items():
+        assert change <= 1e-9, mode
+
+
+@pytest.mark.parametrize("case", [case for case in MODULES if case.free is not None], ids=lambda case: case.name)
+def test_no_scale_is_missing(case: Module) -> None:
+    """With a large ε the exact units are all that is free; as ε → 0 those that a norm absorbs are free as well."""
+
+    def outputs(eps: float, seed: int) -> tuple[nn.Module, Tensor]:
+        model = build(case, seed, eps)
+        return model, torch.cat([t.flatten() for t in tensors(call(model, draw(case, seed)))])
+
+    assert case.free is not None
+    assert scale_symmetries(partial(outputs, 2.0)) == case.H + case.free
+    if case.H_absorbed:
+        assert scale_symmetries(partial(outputs, 1e-30)) == case.H + case.H_absorbed + case.free
+
+
+def by_name(name: str) -> Module:
+    return next(case for case in MODULES if case.name == name)
+
+
+def test_units_name_what_writes_and_reads_them() -> None:
+    found = analyze(by_name("attention-fused"))
+    assert sum(group.count for group in found.units) == 8
+    assert (4, ("v.weight",), ("o.weight",)) in {(group.count, group.written, group.read) for group in found.units}
+
+
+def test_what_both_modes_pin_is_counted_once() -> None:
+    pins = [pin for pin in analyze(by_name("tanh")).pinned if pin.operation == "tanh"]
+    assert sum(pin.count for pin in pins) == 5
+    assert all(pin.where and pin.reason for pin in pins)
+
+
+def test_modes_can_be_restricted() -> None:
+    """A network that is a tanh in training and a ReLU otherwise has 5 units in evaluation mode alone."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        return net.b(torch.tanh(net.a(x)) if net.training else torch.relu(net.a(x)))
+
+    model = Net(forward, a=nn.Linear(4, 5), b=nn.Linear(5, 3))
+    modes = {("train", "eval"): 0, ("train",): 0, ("eval",): 5}
+    assert {chosen: gspace.analyze(model, torch.randn(2, 4), modes=chosen).H for chosen in modes} == modes
+
+
+def test_pinning_sums_leaves_rotary_embeddings_alone() -> None:
+    """q·cos + rotate(q)·sin adds a value to a permutation of itself, which is no residual sum."""
+    case = by_name("attention-rotary")
+    assert gspace.analyze(build(case), draw(case, 0), residual="pin").H == case.H
+
+
+def biased_experts(chosen: float) -> Experts:
+    """Experts whose router prefers (+) or avoids (−) the last one for positive data."""
+    model = randomize_(Experts(), 0).double()
+    with torch.no_grad():
+        model.router.weight[2] = chosen
+    return model
+
+
+def test_an_expert_that_no_token_reached_is_unseen() -> None:
+    """Behind |x| no batch reaches the last one; without it, one that is drawn at random does."""
+    x = torch.rand(BATCH, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = biased_experts(-9)
+    unseen = {"experts.2.0.weight": 20, "experts.2.0.bias": 5, "experts.2.2.weight": 10, "experts.2.2.bias": 2}
+    hidden = Net(lambda s, x: s.model(x.abs()), model=model)
+    found = gspace.analyze(hidden, x)
+    assert found.unseen == {f"model.{name}": n for name, n in unseen.items()}
+    with pytest.raises(ValueError, match=r"did not use 20 weights of .model\.experts\.2\.0\.weight. and 3 more"):
+        gspace.rescale_(hidden, gspace.random_scales(hidden, analysis=found), analysis=found)
+    assert gspace.analyze(hidden, x, pin="model.experts.2").unseen == {}
+    found = gspace.analyze(model, x)
+    assert (found.unseen, found.H) == ({}, 15)
+
+
+def test_positions_beyond_the_example_have_the_scales_of_the_others() -> None:
+    model = randomize_(LanguageModel(tied=False, norm=False), 0).double()
+    found = gspace.analyze(model, torch.tensor([[0, 1], [2, 3]]))
+    assert found.unseen == {}
+    for mode, change in moved(model, (torch.tensor([[0, 1, 2], [3, 2, 1]]),), found).items():
+        assert change <= 1e-12, mode
