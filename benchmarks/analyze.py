@@ -1,58 +1,128 @@
-"""How long `gspace.analyze` takes on networks up to the size of ResNet-152, on one thread.
+"""How long `gspace.analyze` takes on networks of full size, on one thread, beside the forward passes it makes.
 
     python benchmarks/analyze.py [--json FILE] [--repeats N]
 
-Every network is built at its full width; the time is that of the fastest repeat, and of the slowest.
+CPU seconds of the fastest repeat, in both modes on two images of 224 × 224. ViT-B/16 and a Llama of 1.1 billion weights
+on the meta device (no forward passes to compare with) need transformers, and are left out where it is not installed.
 """
 
 import argparse
+import importlib
 import json
 import platform
+import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gspace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import zoo  # the architectures of the test zoo
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "plain-34": partial(zoo.plain, 64),
-    "resnet-18": partial(zoo.ResNet, zoo.BasicBlock, (2, 2, 2, 2), 64),
-    "resnet-50": partial(zoo.ResNet, zoo.Bottleneck, (3, 4, 6, 3), 64),
-    "resnet-152": partial(zoo.ResNet, zoo.Bottleneck, (3, 8, 36, 3), 64),
+IMAGES = (2, 3, 224, 224)
+GROWTH, BLOCKS, STEM = 32, (6, 12, 24, 16), 64  # of DenseNet-121
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, 4 * GROWTH, 1, bias=False)),
+            *(nn.BatchNorm2d(4 * GROWTH), nn.ReLU(), nn.Conv2d(4 * GROWTH, GROWTH, 3, padding=1, bias=False)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.body(x)], 1)
+
+
+def densenet() -> nn.Sequential:
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, STEM, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(STEM),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    channels = STEM
+    for k, count in enumerate(BLOCKS):
+        if k:
+            layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, channels // 2, 1, bias=False)]
+            layers += [nn.AvgPool2d(2)]
+            channels //= 2
+        for _ in range(count):
+            layers.append(DenseLayer(channels))
+            channels += GROWTH
+    layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)]
+    return nn.Sequential(*layers)
+
+
+def images(build: Callable[[], nn.Module]) -> tuple[nn.Module, Any]:
+    return build(), (torch.randn(IMAGES),)
+
+
+def vit() -> tuple[nn.Module, Any]:
+    transformers = importlib.import_module("transformers")
+    return transformers.ViTModel(transformers.ViTConfig()), {"pixel_values": torch.randn(IMAGES)}
+
+
+def llama() -> tuple[nn.Module, Any]:
+    transformers = importlib.import_module("transformers")
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32}
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=32000)
+        return transformers.LlamaForCausalLM(config), {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
+
+
+NETWORKS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "resnet-50": partial(images, partial(zoo.ResNet, zoo.Bottleneck, (3, 4, 6, 3), 64)),
+    "resnet-152": partial(images, partial(zoo.ResNet, zoo.Bottleneck, (3, 8, 36, 3), 64)),
+    "densenet-121": partial(images, densenet),
+    "vit-b-16": vit,
+    "llama-1.1b-meta": llama,
 }
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One network under one choice of `residual`."""
+    """One network: the analysis and, if it has values, its forward passes in training and evaluation mode."""
 
     network: str
-    residual: str
     m: int
     H: int
     H_absorbed: int
-    fastest_s: float
-    slowest_s: float
+    analysis_s: float
+    forward_s: float | None
+    peak_mb: float
     n: int
 
 
-def measure(name: str, residual: str, repeats: int) -> Timing:
-    model = NETWORKS[name]()
+def forward(model: nn.Module, example: Any) -> float:
+    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
+    start = time.process_time()
+    with torch.no_grad():
+        for training in (True, False):
+            model.train(training)(*args, **kwargs)
+    return time.process_time() - start
+
+
+def measure(name: str, repeats: int) -> Timing:
+    model, example = NETWORKS[name]()
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
-        found = gspace.analyze(model, residual=residual)
-        times.append(time.perf_counter() - start)
-    return Timing(name, residual, found.m, found.H, found.H_absorbed, min(times), max(times), repeats)
+        start = time.process_time()
+        found = gspace.analyze(model, example)
+        times.append(time.process_time() - start)
+    meta = any(p.is_meta for p in model.parameters())
+    plain = None if meta else min(forward(model, example) for _ in range(repeats))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return Timing(name, found.m, found.H, found.H_absorbed, min(times), plain, peak, repeats)
 
 
 def main() -> None:
@@ -61,14 +131,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'network':12}{'residual':10}{'m':>12}{'H':>8}{'absorbed':>10}{'fastest':>10}{'slowest':>10}")
+    print(f"{'network':16}{'m':>14}{'H':>9}{'absorbed':>10}{'analysis':>10}{'forward':>10}{'peak':>11}")
     timings = []
     for name in NETWORKS:
-        for residual in ("pin", "tie"):
-            t = measure(name, residual, options.repeats)
-            timings.append(t)
-            counts = f"{t.m:>12,}{t.H:>8,}{t.H_absorbed:>10,}"
-            print(f"{name:12}{residual:10}{counts}{t.fastest_s:>8.2f} s{t.slowest_s:>8.2f} s", flush=True)
+        try:
+            t = measure(name, options.repeats)
+        except ModuleNotFoundError as error:
+            print(f"{name:16} left out: {error}")
+            continue
+        timings.append(t)
+        plain = "–" if t.forward_s is None else f"{t.forward_s:.2f} s"
+        counts = f"{t.m:>14,}{t.H:>9,}{t.H_absorbed:>10,}"
+        print(f"{name:16}{counts}{t.analysis_s:>8.2f} s{plain:>10}{t.peak_mb:>8.0f} MB", flush=True)
     if options.json:
         environment = {
             "python": platform.python_version(),

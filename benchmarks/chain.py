@@ -79,15 +79,12 @@ def recipe_of(variant: Variant, width: int, seed: int, iterations: int) -> Recip
 
 
 def rereference(optimizer: GSGD) -> None:
-    """Gives every skeleton path the value 1, through the state: Ĩ ← Ĩ/v, I_ref ← I_ref·v. No weight changes."""
-    state = optimizer.state_dict()
-    own = state["gspace"]
-    value = own["incoming"] * own["outgoing"]
-    log, sign = own["reference_in"]
-    measured = (log + value.abs().log().to(log), sign * value.sign().to(sign))
-    optimizer.load_state_dict(
-        {**state, "gspace": {**own, "incoming": own["incoming"] / value, "reference_in": measured}}
-    )
+    """Gives every skeleton path the value 1: I_ref ← I_ref·v, so that Ĩ becomes Ĩ/v. No weight changes."""
+    chosen = optimizer.chosen
+    value = (optimizer.incoming * optimizer.outgoing).double()
+    references = chosen.references.clone()
+    references[0] *= (value / value[chosen.skeleton.parent.to(value.device)]).to(references)
+    optimizer.adopt(chosen._replace(references=references))
 
 
 # What is measured -----------------------------------------------------------------------------------------------------

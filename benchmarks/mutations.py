@@ -17,7 +17,7 @@ TESTS = ("tests/test_step.py", "tests/test_invariance.py", "tests/test_kernels.p
 
 # name: file, right, wrong
 MUTATIONS: dict[str, tuple[str, str, str]] = {
-    "sign of the path gradient": ("step.py", "moved = view - lr * direction", "moved = view + lr * direction"),
+    "sign of the path gradient": ("step.py", "moved = view + change", "moved = view - change"),
     "missing T": ("step.py", "sums.root - behind, 0)", "sums.root, 0)"),
     "T with the free edge": ("step.py", "sums.out - sums.free", "sums.out"),
     "ratio at the head instead of the tail": (
@@ -27,16 +27,16 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     ),
     "Ĩ·Õ divided out once instead of twice": (
         "step.py",
-        "moved = view - lr * direction * inverse",
-        "moved = view - lr * direction",
+        "change * layer.columns(incoming.reciprocal(), view) * layer.rows(outgoing.reciprocal(), view)",
+        "change",
     ),
-    "stale ratio: Ĩ does not follow": ("base.py", "self.incoming.mul_(every * spread)", "self.incoming.mul_(spread)"),
-    "momentum on w": (
-        "optim.py",
-        "moved = self._momentum(layer, self._weights[k], path_grad, group)",
-        "moved = self._momentum(layer, self._weights[k], path_grad * inverse, group) / inverse",
+    "Ĩ and Õ do not follow the weights": ("step.py", "ratio = ratio * ratio[at]", "pass"),
+    "momentum of a skeleton path at another entry": (
+        "eager.py",
+        "path_grad[layer.entries] = root_grad[layer.root]",
+        "path_grad[layer.entries] = root_grad[layer.root].flip(0)",
     ),
-    "decay on w": ("optim.py", "(view / inverse)", "view"),
+    "decay of trained skeleton paths": ("eager.py", "v[layer.entries] = 0", "pass"),
     "free weight moved": ("step.py", "change = ratio[layer.root] / ", "change = 0.999 * ratio[layer.root] / "),
     "trained skeleton weight forgets R(tail)": (
         "step.py",
@@ -49,9 +49,14 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "C: third of four rows": ("fast/kernels.c", "m2 * a * w2[j] - s2 * b * g2[j]", "m2 * a * w2[j] - s1 * b * g2[j]"),
     "C: no dampening": ("fast/kernels.c", "momentum * buffer[j] + damped * d[j]", "momentum * buffer[j] + d[j]"),
     "C: skeleton weight forgets R(tail)": ("fast/kernels.c", "kept[b] * (s_r[b] * m_c[entry[b]])", "kept[b] * s_r[b]"),
-    "foreach: missing T": ("fast/foreach.py", ".index_add_(0, self.sums_to, self.sums, alpha=-1)", ""),
-    "foreach: Nesterov": ("fast/foreach.py", "torch.where(nesterov > 0, d + momentum * new, new)", "new"),
-    "foreach: stale ratio": ("fast/foreach.py", "incoming.mul_(self.ratio)", "pass"),
+    "C: Nesterov": ("fast/kernels.c", "d[j] += momentum * buffer[j]", "d[j] = buffer[j]"),
+    "C: momentum of a skeleton path overwritten": ("fast/kernels.c", "if (own) buffer[entry[0]] = kept_here;", ""),
+    "C: walks stop after one step": ("fast/kernels.c", " * p->products[e[FOLLOWING]]", ""),
+    "InGSpace: state of another parameter": (
+        "inner.py",
+        "self.state[p].update(inner.state[v])",
+        "self.state[pairs[0][0]].update(inner.state[v])",
+    ),
     "Triton: sign": ("fast/kernels.py", "moved = w - d * ((lr * i_r)", "moved = w + d * ((lr * i_r)"),
 }
 

@@ -217,9 +217,9 @@ def explicit(case: Small, seed: int = 0, choice: Literal["aligned", "pivoted"] =
             sign = torch.rand(p.shape, generator=generator).gt(0.4) * 2 - 1
             p.copy_(sign * (0.3 + torch.rand(p.shape, generator=generator)))
     x = torch.randn(16, *case.shape, generator=generator, dtype=torch.float64)
-    analysis = gspace.analyze(model, residual=case.residual)
+    analysis = gspace.analyze(model, x, residual=case.residual)
     parameters = dict(model.named_parameters())
-    wiring = wire(analysis.edges, parameters)
+    wiring = wire(analysis.transparent, parameters)
     basis = basis_paths(build_skeleton(model, analysis, choice=choice), parameters)
     network = as_function(model, basis.wiring)
     target = torch.randn(model(x).shape, generator=generator, dtype=torch.float64)

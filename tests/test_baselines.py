@@ -16,10 +16,9 @@ import zoo
 from cases import CASES
 from gspace.baselines import FrozenSkeletonSGD, PathSGD, path_kappa
 from gspace.diagnostics import invariance_gap
-from gspace.pathrules import PathError
-from gspace.pathsum import path_graph
+from gspace.pathsum import PathError, path_graph
 from gspace.skeleton import init_skeleton_
-from invariance import analyze, build, draw_inputs, randomize_
+from invariance import build, draw_inputs, randomize_
 from parts import Net
 from test_norms import small
 from turns import turns
@@ -147,8 +146,8 @@ COMMUTING = ["mlp", "mlp-bn", "conv1d", "inception", "residual-tie", "resnet-sma
 def test_the_update_commutes_with_rescaling(name: str, options: dict[str, Any]) -> None:
     """Twenty steps in float64. SGD beside it shows that the test can fail."""
     case = CASES_BY_NAME[name]
-    model, analysis = build(case), analyze(case)
-    one = [draw_inputs(case, k, torch.float64) for k in range(20)]
+    model, one = build(case), [draw_inputs(case, k, torch.float64) for k in range(20)]
+    analysis = gspace.analyze(model, one[0], residual=case.residual)
     width = model(*one[0]).shape[1]
     generator = torch.Generator().manual_seed(1)
     data = [(x[0], torch.randint(width, (len(x[0]),), generator=generator)) for x in one]
@@ -181,6 +180,35 @@ def test_kappa_of_a_deep_network_is_right_in_float32(seed: int) -> None:
         torch.testing.assert_close(k.double(), e, rtol=1e-4, atol=0)  # 100 layers of float32 roundings
 
 
+def rescaled(size: float) -> tuple[nn.Module, gspace.Analysis, Tensor]:
+    """A float32 MLP, and scales that are `size` or its inverse."""
+    model = randomize_(zoo.mlp(5, 7, 6, 4), 0)
+    analysis = gspace.analyze(model)
+    up = torch.rand(analysis.H, generator=torch.Generator().manual_seed(0)) < 0.5
+    return model, analysis, torch.where(up, size, 1 / size)
+
+
+@pytest.mark.parametrize("size", [1e5, 1e6, 1e12])
+def test_large_scales_do_not_cost_invariance_in_float32(size: float) -> None:
+    model, analysis, scales = rescaled(size)
+    data = batches(100, 5, dtype=torch.float32)
+    gap = invariance_gap(lambda m: PathSGD(m, 1e-3), model, data, scales, analysis=analysis)
+    assert gap.final < 5e-6  # float32 roundings of 100 steps
+    assert gap.moved > 1e-2
+
+
+@pytest.mark.parametrize("size", [1e5, 1e6, 1e12])
+def test_kappa_does_not_vanish_under_large_scales_in_float32(size: float) -> None:
+    model, analysis, scales = rescaled(size)
+    other = gspace.rescale_(copy.deepcopy(model), scales, analysis=analysis)
+    kappas = [path_kappa(path_graph(m), list(m.parameters())) for m in (model, other)]
+    for p, q, before, after in zip(model.parameters(), other.parameters(), *kappas, strict=True):
+        assert before is not None
+        assert after is not None
+        ratio = q.detach().double() / p.detach().double()
+        torch.testing.assert_close(after * ratio.square(), before.double(), rtol=1e-6, atol=0)  # weights are float32
+
+
 class Mixed(nn.Module):
     """The head in float64, the rest in float32."""
 
@@ -201,7 +229,7 @@ def test_parameters_may_differ_in_dtype() -> None:
 
 
 def test_what_has_no_path_norm_is_refused_at_construction() -> None:
-    with pytest.raises(PathError, match="relu6"):
+    with pytest.raises(PathError, match="ReLU6"):
         PathSGD(nn.Sequential(nn.Linear(3, 4), nn.ReLU6(), nn.Linear(4, 2)), 0.1)
 
 

@@ -16,7 +16,7 @@ from gspace import analyze
 from gspace.lab import cli
 from gspace.lab.spec import Spec, SpecError, load_model, parse_spec
 from gspace.lab.tour import TOUR
-from gspace.lab.verify import TOLERANCE, _relative_change, guess_shape, largest_changes, random_inputs
+from gspace.lab.verify import TOLERANCE, _relative_change, guess, largest_changes
 
 SOURCE = Path(cli.__file__).resolve().parents[2]
 MLP = "gspace.lab.examples:mlp(widths=(5, 4, 3))"
@@ -206,7 +206,7 @@ def test_verification_exposes_units_that_are_not_there(generator: torch.Generato
     """tanh is not homogeneous: scaled with the units of its ReLU twin, the network changes."""
     relu = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
     tanh = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    inputs = random_inputs(tanh, [guess_shape(tanh)], generator)
+    inputs = guess(tanh)
     assert max(largest_changes(relu, analyze(relu), inputs, generator).values()) < 1e-12
     assert min(largest_changes(tanh, analyze(relu), inputs, generator).values()) > 1e-3
 

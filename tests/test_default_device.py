@@ -23,7 +23,7 @@ import gspace
 from gspace import paths, statements
 from gspace.coordinates import coordinates
 from gspace.devices import on_cpu
-from test_kernels import foreach_way, native_way, triton_way
+from test_kernels import native_way, triton_way
 from turns import turns
 
 
@@ -246,10 +246,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "gsgd-groups": lambda m, x: gspace.GSGD(m, 0.05, 0.9, params=two_groups(m)),
     "gsgd-tensor-rate": lambda m, x: gspace.GSGD(m, torch.tensor(0.05, device="cpu")),
     "gsgd-partial": lambda m, x: gspace.GSGD(m, 0.05, params=list(m.parameters())[:3]),
-    "foreach": lambda m, x: gspace.GSGD(m, 0.05, foreach=True),
-    "foreach-momentum": lambda m, x: gspace.GSGD(m, 0.05, 0.9, nesterov=True, weight_decay=0.01, foreach=True),
-    "foreach-groups": lambda m, x: gspace.GSGD(m, 0.05, 0.9, params=two_groups(m), foreach=True),
     "definition": lambda m, x: gspace.GSGD(m, 0.05, foreach=False),
+    "definition-momentum": lambda m, x: gspace.GSGD(m, 0.05, 0.9, nesterov=True, weight_decay=0.01, foreach=False),
     "definition-groups": lambda m, x: gspace.GSGD(m, 0.05, 0.9, params=two_groups(m), foreach=False),
     "definition-clipped": lambda m, x: gspace.GSGD(m, 0.05, 0.9, max_path_grad_norm=0.1, foreach=False),
     "bfloat16": lambda m, x: gspace.GSGD(m.bfloat16(), 0.05, 0.9),
@@ -291,7 +289,7 @@ def test_a_training_is_the_same(name: str, problem: tuple[nn.Module, Tensor, Ten
     assert_unmoved(case, problem)
 
 
-@pytest.mark.parametrize("way", [triton_way, native_way, foreach_way], ids=["triton", "native", "foreach"])
+@pytest.mark.parametrize("way", [triton_way, native_way], ids=["triton", "native"])
 def test_every_way_of_a_step(way: Callable[[gspace.GSGD], None]) -> None:
     """The way is bound and taken under the default device; Triton's kernels in its interpreter."""
 

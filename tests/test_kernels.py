@@ -9,7 +9,6 @@ import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,35 +27,32 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Tile(rows=4, width=16, loops=2, warps=4)
 
 
+def refusal(module: Any, optimizer: gspace.GSGD, *more: Any) -> str | None:
+    return module.refusal(optimizer.task(optimizer._current()), *more)
+
+
 def triton_way(optimizer: gspace.GSGD, tile: Tile = SMALL) -> None:
     """Binds the kernels, on a CPU in the interpreter."""
     pytest.importorskip("triton")
     from gspace.fast import launch
 
-    reason = launch.refusal(fast.task(optimizer), tile)
+    reason = refusal(launch, optimizer, tile)
     assert reason is None, reason
-    optimizer._fast = fast._tabulate(optimizer, launch.FusedStep, tile, 8)
+    optimizer.use(launch.FusedStep, tile, 8)
 
 
 def native_way(optimizer: gspace.GSGD, tile: Tile = native.TILE) -> None:
-    reason = native.refusal(fast.task(optimizer))
+    reason = refusal(native, optimizer)
     if reason is not None and "compiler" in reason:
         pytest.skip(reason)
     assert reason is None, reason
-    optimizer._fast = fast._tabulate(optimizer, native.NativeStep, tile, native.FOLD)
-
-
-def foreach_way(optimizer: gspace.GSGD) -> None:
-    found = fast._foreach(optimizer)
-    assert isinstance(found, fast.Bound), found
-    optimizer._fast = found
+    optimizer.use(native.NativeStep, tile, native.FOLD)
 
 
 WAYS: dict[str, Callable[[gspace.GSGD], None]] = {
     "triton": triton_way,
     "native": native_way,
     "native-small-tiles": partial(native_way, tile=Tile(4, 60, 2, 1)),
-    "foreach": foreach_way,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -66,7 +62,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "spread": {"allocation": "spread", "momentum": 0.9, "nesterov": True, "batch_norm": "paper"},
     "clip": {"max_path_grad_norm": 0.3, "momentum": 0.8, "maximize": True},
 }
-ONLY_TABLES = ("spread", "clip")  # what `foreach.py` leaves to others
 
 
 def gradients(model: nn.Module, seed: int, scale: float = 0.3) -> list[Tensor]:
@@ -90,14 +85,14 @@ def pair(model: nn.Module, bind: Callable[[gspace.GSGD], None], **options: Any) 
 
 
 def run(definition: gspace.GSGD, optimizer: gspace.GSGD, steps: int = 3) -> None:
-    bound = optimizer._fast
+    bound = optimizer._way
     for seed in range(steps):
         for o in (definition, optimizer):
             put(o.model, gradients(o.model, seed))
             o.step()
-    assert optimizer._fast is bound
+    assert optimizer._way is bound
     assert isinstance(bound, fast.Bound)
-    assert definition._fast.reason == "foreach=False"
+    assert definition._way == "foreach=False"
 
 
 def assert_equal(definition: gspace.GSGD, optimizer: gspace.GSGD, rtol: float = 1e-12) -> None:
@@ -111,15 +106,14 @@ def assert_equal(definition: gspace.GSGD, optimizer: gspace.GSGD, rtol: float = 
         buffers = [o.state[x].get("momentum_buffer") for o, x in ((definition, p), (optimizer, q))]
         if buffers[0] is not None:
             same(*buffers)
-    roots = definition._root.unique()
+    roots = definition.skeleton.roots
+    ratios = [[x[roots] for x in o._built.last] for o in (definition, optimizer)]
     for a, b in zip(
-        (definition.incoming, definition.outgoing, *(x[roots] for x in definition._last)),
-        (optimizer.incoming, optimizer.outgoing, *(x[roots] for x in optimizer._last)),
+        (definition.incoming, definition.outgoing, *ratios[0]),
+        (optimizer.incoming, optimizer.outgoing, *ratios[1]),
         strict=True,
     ):
         same(a, b)
-    for a, b in zip(definition._root_state.values(), optimizer._root_state.values(), strict=True):
-        same(a[roots], b[roots])
 
 
 def build(
@@ -148,18 +142,14 @@ def test_every_architecture(case: Case) -> None:
     """Options and layouts take turns."""
     turn = WITH_UNITS.index(case)
     layout = (torch.contiguous_format, torch.channels_last)[turn // 2 % 2]
-    names = [name for name in OPTIONS if name not in ONLY_TABLES]
     check_architecture(case, ("native", "native-small-tiles")[turn % 2], list(OPTIONS)[turn % len(OPTIONS)], layout)
-    check_architecture(case, "foreach", names[turn % len(names)], layout)
 
 
 @pytest.mark.slow
 @by_name
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("way", ["native", "native-small-tiles", "foreach"])
+@pytest.mark.parametrize("way", ["native", "native-small-tiles"])
 def test_every_architecture_in_every_way(case: Case, way: str, name: str) -> None:
-    if way == "foreach" and name in ONLY_TABLES:
-        return
     for layout in (torch.contiguous_format, torch.channels_last):
         check_architecture(case, way, name, layout)
 
@@ -221,7 +211,7 @@ def test_triton(network: str, options: str) -> None:
 
 
 def on_cpu(network: str, options: str, way: str) -> bool:
-    return way != "triton" and not (way == "foreach" and options in ONLY_TABLES)
+    return way != "triton"
 
 
 @turns("network, options, way", NETWORKS, OPTIONS, WAYS, allowed=on_cpu)
@@ -242,17 +232,17 @@ def test_channels_last(way: str) -> None:
     definition, optimizer = pair(model, WAYS[way], momentum=0.9)
     run(definition, optimizer, steps=2)
     assert_equal(definition, optimizer)
-    assert as_matrix(optimizer._layers[0].edges.view(optimizer._weights[0])) is not None
+    built = optimizer._built
+    assert as_matrix(built.plan.layers[0].edges.view(built.weights[0])) is not None
 
 
-@pytest.mark.parametrize("way", ["native", "foreach"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("width", [2100, 8300])
-def test_long_rows(width: int, momentum: float, way: str) -> None:
+def test_long_rows(width: int, momentum: float) -> None:
     """Rows that four of them share a pass over, that one has left, and that are longer than a pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 9), nn.ReLU(), nn.Linear(9, 2)).double()
-    definition, optimizer = pair(model, WAYS[way], momentum=momentum)
+    definition, optimizer = pair(model, native_way, momentum=momentum)
     run(definition, optimizer, steps=2)
     assert_equal(definition, optimizer)
 
@@ -280,7 +270,7 @@ def normalized() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-@pytest.mark.parametrize("way", ["native", "foreach", "compiled", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["native", "compiled", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
 def test_a_hundred_recorded_gradients(way: str, dtype: torch.dtype, rtol: float) -> None:
     torch.manual_seed(0)
@@ -395,9 +385,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(way: str) -> None:
         optimizer.model.get_parameter(name).grad.view(-1)[-1] = float("inf")
         if way == "triton" and DEVICE.type == "cuda":
             optimizer.step()
-            assert fast.skipped_steps(optimizer) == 1
+            assert optimizer.statistics()["skipped"] == 1
         elif way == "triton":  # in the interpreter the device is the host, which would refuse before the kernels do
-            assert optimizer._fast.step(optimizer)
+            assert optimizer._way.step(optimizer.param_groups, optimizer.state)
             assert optimizer.statistics()["skipped"] == 1
             with pytest.warns(RuntimeWarning, match="1 steps were not taken"):
                 optimizer.state_dict()
@@ -409,8 +399,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(way: str) -> None:
         after = optimizer.state_dict()
         for a, b in zip(before["state"].values(), after["state"].values(), strict=True):
             assert torch.equal(a["momentum_buffer"], b["momentum_buffer"])
-        for key in ("incoming", "outgoing"):
-            assert torch.equal(before["gspace"][key], after["gspace"][key])
         put(optimizer.model, gradients(optimizer.model, 1))
         optimizer.step()
         assert all(bool(p.isfinite().all()) for p in optimizer.model.parameters())
@@ -420,9 +408,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(way: str) -> None:
 def skip_a_step(optimizer: gspace.GSGD) -> None:
     """What a GPU does with a gradient that is not finite; in the interpreter the host would refuse it before."""
     next(optimizer.model.parameters()).grad.view(-1)[0] = float("nan")
-    assert optimizer._fast.step(optimizer)
-    optimizer._begun = True  # as `step` leaves it
-    assert fast.skipped_steps(optimizer) == 1
+    assert optimizer._way.step(optimizer.param_groups, optimizer.state)
+    assert optimizer.statistics()["skipped"] == 1
 
 
 def test_a_first_step_that_was_not_taken_leaves_momentum_new() -> None:
@@ -447,9 +434,7 @@ class Sparse(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["a unit, beside a sparse gradient", "outside, and no unit has a gradient"])
-@pytest.mark.parametrize(
-    "options", [{}, {"foreach": True}, {"foreach": False}], ids=["default", "foreach", "definition"]
-)
+@pytest.mark.parametrize("options", [{}, {"foreach": False}], ids=["default", "definition"])
 def test_what_is_left_to_the_definition_is_checked_too(where: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Sparse()
@@ -545,9 +530,9 @@ def test_recorded_launches_notice_what_changes(name: str, monkeypatch: pytest.Mo
             for p, new in zip(optimizer.model.parameters(), grads, strict=True):
                 p.grad.copy_(new)
             definition.step()
-            calls = optimizer._fast.way.calls
+            calls = optimizer._way.way.calls
             optimizer.step()
-            replays += calls is optimizer._fast.way.calls and len(calls) > 0
+            replays += calls is optimizer._way.way.calls and len(calls) > 0
     assert replays >= 2
     assert_equal(definition, optimizer)
 
@@ -581,13 +566,14 @@ def test_weights_that_lie_otherwise_at_the_same_address_are_found() -> None:
     optimizer = gspace.GSGD(model, 0.1)
     put(model, gradients(model, 0))
     optimizer.step()
-    bound, seen = optimizer._fast, optimizer._watch._now()
+    bound = optimizer._way
     model[0].weight.data = model[0].weight.data.t()
-    assert bound.stale(optimizer)
+    assert bound.stale()
+    model[0].weight.data = model[0].weight.data.t()
+    assert not bound.stale()
     storage = model[2].weight.data.untyped_storage()
     model[2].weight.data = torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, (8, 8))
-    assert optimizer._watch._now()[1] == seen[1]
-    assert optimizer._watch._now() != seen
+    assert bound.stale()
 
 
 @pytest.mark.gpu
@@ -610,13 +596,14 @@ def test_a_rate_on_the_device_takes_late_and_sparse_gradients() -> None:
 
 
 def chosen(model: nn.Module, **options: Any) -> str:
-    bound = fast.bind(gspace.GSGD(model, 0.1, **options))
-    return type(bound.way).__name__ if isinstance(bound, fast.Bound) else bound.reason
+    optimizer = gspace.GSGD(model, 0.1, **options)
+    way = optimizer._find_way(optimizer._current())
+    return type(way.way).__name__ if isinstance(way, fast.Bound) else way
 
 
 def test_foreach_and_fused_choose() -> None:
-    assert chosen(wide_rows(), foreach=True) == "ForeachStep"
-    assert chosen(wide_rows(), fused=False) == "ForeachStep"
+    assert chosen(wide_rows(), foreach=True) == "foreach=True"
+    assert chosen(wide_rows(), fused=False) == "fused=False"
     assert chosen(wide_rows(), foreach=False) == "foreach=False"
     assert "no parameter touches a unit" in chosen(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(RuntimeError, match=r"fused=True, but .*bfloat16.* Leave fused=None"):
@@ -628,20 +615,9 @@ def test_without_a_compiler_it_still_works(monkeypatch: pytest.MonkeyPatch) -> N
         raise native.NativeError("no C compiler was found (CC, cc, gcc, clang)")
 
     monkeypatch.setattr(native, "library", absent)
-    assert chosen(wide_rows()) == "ForeachStep"
-    assert "foreach=False" not in chosen(wide_rows(), allocation="spread")
+    assert "no C compiler" in chosen(wide_rows())
     with pytest.raises(RuntimeError, match="no C compiler"):
         chosen(wide_rows(), fused=True)
-
-
-def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    fails = tmp_path / "cc"
-    fails.write_text("#!/bin/sh\necho nothing works >&2\nexit 1\n")
-    fails.chmod(0o755)
-    monkeypatch.setenv("CC", str(fails))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(native.NativeError, match="nothing works"):
-        native.library.__wrapped__("float")
 
 
 def test_what_has_gaps_in_memory_is_left_to_the_definition() -> None:
@@ -674,7 +650,7 @@ class Counted:
         return getattr(self.kernel, name)
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, 5), ({"momentum": 0.9, "weight_decay": 0.1}, 5)])
+@pytest.mark.parametrize(("options", "expected"), [({}, 6), ({"momentum": 0.9, "weight_decay": 0.1}, 6)])
 def test_launches_do_not_depend_on_depth(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: int
 ) -> None:
@@ -682,13 +658,13 @@ def test_launches_do_not_depend_on_depth(
     from gspace.fast import launch
 
     launches: list[str] = []
-    for name in ("flow_pass", "fold_pass", "roots_pass", "units_pass", "update_pass"):
+    for name in ("walk_pass", "flow_pass", "fold_pass", "roots_pass", "units_pass", "update_pass"):
         monkeypatch.setattr(launch.kernels, name, Counted(getattr(launch.kernels, name), launches))
     counts = []
     for depth in (2, 12):
         model = zoo.mlp(3, *[4] * depth, 2).to(DEVICE)
         optimizer = gspace.GSGD(model, 0.1, **options)
-        optimizer._fast = fast._tabulate(optimizer, launch.FusedStep, SMALL, 8)
+        optimizer.use(launch.FusedStep, SMALL, 8)
         put(model, gradients(model, 0))
         launches.clear()
         optimizer.step()
@@ -704,7 +680,7 @@ def test_launches_do_not_depend_on_depth(
 def test_kernels_on_a_gpu(options: str) -> None:
     torch.manual_seed(0)
     definition, optimizer = pair(convolutional().double().cuda(), lambda o: None, **OPTIONS[options])
-    fast.bind(optimizer)
+    optimizer._find_way(optimizer._current())
     run(definition, optimizer)
     assert_equal(definition, optimizer)
 
@@ -750,7 +726,7 @@ def test_a_captured_step_follows_the_rate_and_equals_the_definition(moved: bool)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optimizer.step()
-    assert (optimizer._fast.way.header.last is None) == moved  # the graph copies, or reads what the step before it read
+    assert (optimizer._way.way.header.last is None) == moved  # the graph copies, or reads what the step before it read
     put(one, gradients(one, 1))
     definition.step()
     static = [p.grad for p in two.parameters()]
@@ -768,13 +744,3 @@ def test_a_captured_step_follows_the_rate_and_equals_the_definition(moved: bool)
             g.copy_(new)
         graph.replay()
     assert_equal(definition, optimizer)
-
-
-def test_the_cache_of_compiled_steps_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native._cache() == tmp_path / "gspace"
-    (tmp_path / "gspace").chmod(0o777)
-    other = native._cache()
-    assert other != tmp_path / "gspace"
-    assert other.stat().st_mode & 0o077 == 0
-    other.rmdir()

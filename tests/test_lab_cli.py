@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields
@@ -50,7 +51,8 @@ def parse(*arguments: str) -> Recipe:
 
 def test_every_field_of_a_recipe_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("train", "--help") == 0
-    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    text = re.sub(r"(?<=\w-)\n\s+", "", capsys.readouterr().out)  # a line may end within a name
+    text = re.sub(r"\s+", " ", text)
     for field in fields(Recipe):
         assert f"--{field.name.replace('_', '-')}" in text
         assert field.metadata["help"] in text
@@ -200,7 +202,7 @@ def test_the_list_shows_runs_and_cost(name: str, tmp_path: Path, capsys: pytest.
     text = capsys.readouterr().out
     assert EXPERIMENTS[name].question in text
     assert re.search(r"left: \d+ runs, about .* on one NVIDIA H200", text)
-    decided = name in ("mlp-invariance", "path-sgd", "regularization", "momentum", "one-chain", "rates")
+    decided = name in ("mlp-invariance", "path-sgd", "regularization", "momentum", "one-chain", "rates", "baseline")
     assert ("decided by these: " in text) == decided
 
 
@@ -781,3 +783,22 @@ def test_two_processes_may_write_one_file(tmp_path: Path) -> None:
     assert other.returncode == 0
     assert (tmp_path / "file").read_bytes() in (b"a" * 10000, b"b" * 10000)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_ctrl_c_while_torch_is_imported_shows_no_traceback() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    module, function = project["project"]["scripts"]["gspace"].split(":")
+    script = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"  # what pip installs
+    command = [sys.executable, "-X", "importtime", "-c", script, "--version"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.stderr is not None
+    assert any("torch" in line for line in process.stderr)  # a first part of it is imported
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=120)
+    assert out == ""
+    assert "Traceback" not in errors
+    assert process.returncode == -signal.SIGINT

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from gspace.lab import archive, cli
-from gspace.lab.document import Document, Panel, Section, Series, Table, markdown
+from gspace.lab.document import Document, Panel, Section, Series, Table, markdown, narrow
 from gspace.lab.errors import RecordError
 from gspace.lab.experiment import Cell, Method, Printed, Variant, best, jobs, seeds
 from gspace.lab.experiments import EXPERIMENTS, RATE
@@ -39,7 +40,8 @@ def record(recipe: Recipe, error: float | None, *, loss: float = 0.5) -> Record:
         {"iteration": k, "train_loss": loss * 2 / k, "train_error": 0.5, "test_loss": 1.0, "test_error": (error or 0.9)}
         for k in (50, 100)
     )
-    summary = {"status": status, "iteration": 100, "iterations": 100, "test_error": error}
+    ended = {"status": status, "identity": recipe.identity}
+    summary = {**ended, "iteration": 100, "iterations": 100, "test_error": error}
     measured = {"fit_loss": loss} if error is not None else {}
     return Record(Path("x"), recipe, ({"torch": "2.13.0", "gpu": None},), points, {**summary, **measured})
 
@@ -105,6 +107,18 @@ def test_the_papers_number_stands_beside_ours_and_controls_last() -> None:
         ("SGD from skeleton init (control)", "7.50 (1)"),
         ("G-SGD against SGD", "-1.00 (1)"),
         ("G-SGD against SGD from skeleton init", "-0.50 (1)"),
+    ]
+
+
+def test_a_start_that_is_no_control_is_compared_with_the_usual_one() -> None:
+    base, other, start = cell(SGD), cell(G_SGD), cell(replace(CONTROL, control=False))
+    runs = found((base, (0.08,)), (other, (0.07,)), (start, (0.06,)))
+    made = table("test error", [base, start, other], runs, ERROR)
+    (row,) = made.rows
+    assert list(zip(made.head, row, strict=True))[4:] == [
+        ("G-SGD against SGD", "-1.00 (1)"),
+        ("G-SGD against SGD from skeleton init", "+1.00 (1)"),
+        ("SGD from skeleton init against SGD", "-2.00 (1)"),
     ]
 
 
@@ -277,25 +291,98 @@ def test_a_run_in_two_places_counts_once_and_the_finished_one_wins(runs: Path, t
     assert all(found.summary for found in archive.read_records([tmp_path, runs]))
 
 
+ENDED = record(BASE, 0.5).summary or {}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"summary": {}},
-        {"summary": {"status": "finished", "test_error": "x"}},
-        {"summary": {"status": "finished", "test_error": math.nan}},
-        {"summary": {"status": "finished", "test_error": 7.5}},
-        {"summary": {"status": "foo", "test_error": 0.5}},
-        {"summary": {"status": "finished", "test_error": 0.5, "identity": "0123456789ab"}},
+        {"summary": {**ENDED, "test_error": "x"}},
+        {"summary": {**ENDED, "test_error": math.nan}},
+        {"summary": {**ENDED, "test_error": 7}},
+        {"summary": {**ENDED, "test_error": -0.5}},
+        {"summary": {**ENDED, "test_error": None}},
+        {"summary": {**ENDED, "test_error": True}},
+        {"summary": {**ENDED, "test_error": 0.25}},
+        {"summary": {**ENDED, "status": "foo"}},
+        {"summary": {**ENDED, "status": "diverged"}},
+        {"summary": {**ENDED, "identity": "0123456789ab"}},
+        {"summary": {**ENDED, "iteration": 99}},
+        {"summary": {**ENDED, "fit_loss": math.inf}},
+        {"summary": {**ENDED, "fit_los": 1.0}},
+        {"summary": {name: value for name, value in ENDED.items() if name != "iterations"}},
+        {"summary": 3},
+        {"curve": {}},
+        {"curve": {key: [1] for key in archive.COLUMNS}},
+        {"curve": {"iteration": [100]}},
+        {"recipe": {}},
+        {"recipe": []},
         {"sessions": [1]},
+        {"sessions": None},
+        {"more": 1},
     ],
     ids=str,
 )
-def test_a_damaged_record_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [".json", ".jsonl"])
+def test_a_damaged_record_is_named(tmp_path: Path, change: dict[str, Any], kind: str) -> None:
+    one = record(BASE, 0.5)
+    path = tmp_path / f"{one.recipe.folder}{kind}"
+    content = {name: value for name, value in json.loads(archive.to_json(one)).items() if name != "digest"}
+    path.write_text(json.dumps(content) + "\n")
+    assert archive.read_records([path])[0].summary == one.summary
+    path.write_text(json.dumps({**content, **change}) + "\n")
+    with pytest.raises(RecordError, match=rf"{path.name}(, line 1)? is no record of a run: \S") as caught:
+        archive.read_records([tmp_path])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["recipe", "sessions", "summary", "curve"])
+def test_a_missing_entry_of_a_record_is_named(tmp_path: Path, name: str) -> None:
     (path,) = archive.export([record(BASE, 0.5)], tmp_path)
-    assert archive.from_json(path).summary
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(RecordError, match=f"{path.name} is no record of a run"):
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in content.items() if key not in (name, "digest")}))
+    with pytest.raises(RecordError, match=f"it has no '{name}'"):
+        archive.read_records([tmp_path])
+
+
+def test_a_changed_number_within_its_range_is_noticed(tmp_path: Path) -> None:
+    (path,) = archive.export([record(BASE, 0.5)], tmp_path)
+    path.write_text(path.read_text().replace('"fit_loss": 0.5', '"fit_loss": 0.25'))
+    with pytest.raises(RecordError, match="its digest differs: it was changed"):
         archive.from_json(path)
+
+
+def test_no_bit_of_a_committed_record_flips_silently(tmp_path: Path) -> None:
+    (path,) = archive.export([record(BASE, 0.5)], tmp_path)
+    whole, content = archive.from_json(path), path.read_bytes()
+    silent = []
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        try:
+            if archive.from_json(path) != whole:
+                silent.append(place)
+        except RecordError:
+            continue
+    assert silent == []
+
+
+def test_records_in_lines_are_those_in_files(tmp_path: Path) -> None:
+    runs = [record(recipe, 0.1 + recipe.seed / 7) for recipe in seeds(BASE, 3)]
+    archive.export(runs, tmp_path / "files")
+    lines = tmp_path / "lines" / "some.jsonl"
+    assert archive.export(runs[1:], lines) == archive.export(runs[:2], lines) == [lines]
+    both = [archive.read_records([tmp_path / name]) for name in ("files", "lines")]
+    assert len(both[0]) == len(lines.read_text().splitlines()) == 3
+    assert [replace(one, folder=lines) for one in both[0]] == both[1]
+    assert archive.read_records([lines]) == both[1]
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    (path,) = archive.export([record(recipe, 0.1) for recipe in seeds(BASE, 3)], tmp_path / "some.jsonl")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(RecordError, match=r"some\.jsonl, line 3 is no record of a run"):
+        archive.read_records([tmp_path])
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"recipe": {"lr": -1, "epochs": 1}, "curve": {}}'])
@@ -325,29 +412,87 @@ DOCUMENT = Document(
     ),
     (),
 )
+FIGURES = {"s": b'<svg xmlns="http://www.w3.org/2000/svg"/>'}
+
+
+class Parts(HTMLParser):
+    """The elements of a page, its text, and where its links and pictures lead."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
 
 def test_the_page_needs_nothing_from_outside() -> None:
-    text = page(DOCUMENT)
-    addresses = set(re.findall(r"https?://[^\"'\s<]+", text))
-    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not an address
-    assert not re.findall(r"\b(?:src|href)=\"(?!#|data:)", text)
+    text = page(DOCUMENT, FIGURES)
+    addresses = Parts(text).addresses
+    assert len(addresses) == 3  # an icon, a section, a figure
+    assert all(address.startswith(("#", "data:")) for address in addresses)
     assert "@import" not in text
-    assert "url(http" not in text
+    assert "url(" not in text
+
+
+def test_the_page_shows_no_mark_of_markdown() -> None:
+    document = assemble([record(BASE, 0.1)], list(EXPERIMENTS.values()), "gspace report runs")
+    shown = Parts(page(document, {section.name: b"<svg/>" for section in document.sections}))
+    assert "*" not in shown.text.split("</style>")[-1]
+    assert "`" not in shown.text
+    assert {"em", "strong", "code", "table"} <= {*shown.tags, *Parts(page(DOCUMENT, FIGURES)).tags}
+    assert "SGD from skeleton init starts where G-SGD starts." in shown.text
 
 
 def test_text_cannot_break_the_page() -> None:
-    text = page(DOCUMENT)
-    assert text.count("</script>") == 3  # two of data, one of code
-    found = re.search(r'<script type="application/json" id="panels">(.*?)</script>', text, re.DOTALL)
-    assert found
-    assert json.loads(found[1])[0]["series"][0]["label"] == "a <b> & 'c'"
+    text = page(DOCUMENT, FIGURES)
+    assert "script" not in Parts(text).tags
     assert "text with <code>code</code>, <strong>bold</strong> and &lt;/script&gt;" in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["<script>alert(1)</script>", "a\n\n<b>b</b>", "[a](javascript:b)", "![a](http://b/c.png)", "`<b>", "a | b & c"],
+)
+def test_a_name_out_of_a_record_is_no_html(name: str) -> None:
+    one = replace(record(BASE, 0.1), sessions=({"gpu": name, "torch": name},))
+    document = assemble([one], list(EXPERIMENTS.values()), f"gspace report {name}", f" --results {name}")
+    plain = assemble([record(BASE, 0.1)], list(EXPERIMENTS.values()), "gspace report x", " --results x")
+    figures = {section.name: b"<svg/>" for section in document.sections}
+    shown, usual = Parts(page(document, figures)), Parts(page(plain, figures))
+    assert shown.tags == usual.tags
+    assert shown.addresses == usual.addresses
+    (row,) = [
+        line for line in markdown(document, "figures").splitlines() if line.endswith("| 1 |") and "gpu" not in line
+    ][-1:]
+    assert "<" not in row.replace("`", "")
+    assert "](" not in row
+
+
+def test_a_table_that_is_too_wide_is_turned_on_the_page() -> None:
+    head = ("", "SGD: paper", "ours", *(f"G-SGD with a long name {k}" for k in range(5)))
+    wide = Table("T", head, (("line", *"1234567"),), note="N.")
+    turned = narrow(wide)
+    assert turned.head == ("", "line")
+    assert turned.rows[:2] == (("SGD: paper", "1"), ("SGD: ours", "2"))
+    assert narrow(turned) == turned
+    tall = Table("T", ("", "a" * 70, "b" * 70), tuple((str(k), "x" * 20, "y") for k in range(20)))
+    assert narrow(tall) == tall  # it would be wider
+    document = replace(DOCUMENT, sections=(replace(DOCUMENT.sections[0], tables=(wide,)),))
+    assert "<td>SGD: ours</td>" in page(document, FIGURES)
+    assert "| line | 1 | 2 |" in markdown(document, "figures")
 
 
 def test_what_was_not_run_is_said_before_the_table() -> None:
     assert "### T\n\nNot run: A.\n\n| " in markdown(DOCUMENT, "figures")
-    assert "<h3>T</h3>\n<p>Not run: A.</p>\n" in page(DOCUMENT)
+    assert "<h3>T</h3>\n<p>Not run: A.</p>\n" in page(DOCUMENT, FIGURES)
 
 
 def test_markdown_escapes_what_would_split_a_cell() -> None:

@@ -22,14 +22,14 @@ from gspace.lab import cli, queue
 from gspace.lab.archive import read_records
 from gspace.lab.data import load
 from gspace.lab.engine import Engine, restore, snapshot
-from gspace.lab.errors import BusyError, DeviceError, Interrupted, RecipeError, RecordError
+from gspace.lab.errors import BusyError, DeviceError, Interrupted, LabError, RecipeError, RecordError
 from gspace.lab.learners import Single, initial_model, live, loss_and_errors
 from gspace.lab.loop import Progress
 from gspace.lab.optimizers import build_optimizer
 from gspace.lab.queue import batches, read_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Run, open_run, read_run
-from gspace.lab.schedule import drops, learning_rate, steps_per_epoch, total_iterations
+from gspace.lab.schedule import changes, drops, learning_rate, steps_per_epoch, total_iterations
 from gspace.lab.stacked import activations, largest_stack, losses_and_gradients, matrices, stack, stackable
 from gspace.lab.stopping import stop_requests
 from gspace.lab.train import train, train_many
@@ -42,6 +42,7 @@ PLAIN = CNN.but(model="plain-10", width=2, augment="crop-flip", lr=0.05)
 CASES = {
     "sgd": SMALL,
     "sgd with momentum": SMALL.but(momentum=0.9, nesterov=True, weight_decay=1e-3, lr=0.02, milestones=(0.5,)),
+    "sgd, cosine": SMALL.but(momentum=0.9, lr=0.02, schedule="cosine", warm_up=0.2),
     "gsgd": SMALL.but(optimizer="gsgd", init="skeleton", lr=0.05),
     "gsgd, usual initialisation": SMALL.but(optimizer="gsgd", lr=0.05),
     "gsgd with momentum": SMALL.but(optimizer="gsgd", init="skeleton", momentum=0.9, lr=0.01, weight_decay=1e-4),
@@ -175,6 +176,43 @@ def test_torchvisions_draw_has_six_times_the_variance_and_is_the_seeds() -> None
     square = own.get_parameter(names[1])
     assert (theirs.get_parameter(names[1]).var() / square.var()).item() == pytest.approx(6, rel=0.2)
     assert torch.equal(own.linear.weight, theirs.linear.weight)
+
+
+def test_identity_like_starts_are_what_they_say() -> None:
+    source = feed(load("digits"), "standard", "none")
+    recipe = SMALL.but(model="resnet-10", width=4)
+    own, added, dirac, delta, again, other = (
+        initial_model(recipe.but(init=init, seed=seed), source)
+        for init, seed in (
+            ("default", 0), ("dirac-added", 0), ("dirac", 0), ("delta-orthogonal", 0), ("delta-orthogonal", 0),
+            ("delta-orthogonal", 1),
+        )
+    )  # fmt: skip
+    for name, w in own.named_parameters():
+        a, b, c = (model.get_parameter(name) for model in (added, dirac, delta))
+        if w.dim() != 4:
+            assert torch.equal(a, w)
+            assert torch.equal(b, w)
+            assert torch.equal(c, w)
+            continue
+        outputs, inputs, size, _ = w.shape
+        one = torch.zeros_like(w)
+        for k in range(min(outputs, inputs)):
+            one[k, k, size // 2, size // 2] = 1
+        assert torch.equal(a, w + one), name
+        assert torch.equal(b, one if outputs == inputs else w), name
+        centre = c[:, :, size // 2, size // 2]
+        torch.testing.assert_close(centre.T @ centre, torch.eye(inputs))  # of rounding in float32
+        assert c.count_nonzero() == centre.count_nonzero()
+        assert torch.equal(c, again.get_parameter(name))
+        assert not torch.equal(c, other.get_parameter(name))
+
+
+def test_an_identity_convolution_passes_an_image_on() -> None:
+    source = feed(load("digits"), "standard", "none")
+    model = initial_model(SMALL.but(model="plain-10", width=4, init="dirac"), source)
+    x = torch.randn(2, 4, 8, 8)
+    assert torch.equal(model.get_submodule("stages.0.0.conv")(x), x)
 
 
 def test_random_signs_are_the_seeds() -> None:
@@ -684,6 +722,37 @@ def test_the_paper_s_schedule() -> None:
     assert steps_per_epoch(Recipe(iterations=1), 50_000) == 390
 
 
+def test_a_cosine_behind_a_warm_up_is_torchs() -> None:
+    recipe = Recipe(iterations=50, lr=0.1, schedule="cosine", warm_up=0.1)
+    rule = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    rise = torch.optim.lr_scheduler.LinearLR(rule, 1 / 5, total_iters=4)
+    fall = torch.optim.lr_scheduler.CosineAnnealingLR(rule, 45)
+    both = torch.optim.lr_scheduler.SequentialLR(rule, [rise, fall], [5])
+    expected = []
+    for _ in range(50):
+        expected.append(rule.param_groups[0]["lr"])
+        rule.step()
+        both.step()
+    assert [learning_rate(recipe, i, 50) for i in range(50)] == pytest.approx(expected)
+    assert list(changes(recipe, 50)) == list(range(50))
+
+
+def test_a_warm_up_before_steps() -> None:
+    recipe = Recipe(iterations=100, lr=1.0, milestones=(0.5,), warm_up=0.04)
+    rates = [learning_rate(recipe, i, 100) for i in (0, 3, 4, 49, 50)]
+    assert rates == pytest.approx([0.25, 1, 1, 1, 0.1])
+    assert 2 in changes(recipe, 100)
+    assert tuple(changes(recipe.but(warm_up=0.0), 100)) == (50,)
+
+
+def test_the_curve_shows_the_rates_of_a_cosine(tmp_path: Path) -> None:
+    recipe = CNN.but(schedule="cosine", warm_up=0.25)
+    train(recipe, tmp_path)
+    found = {line["iteration"]: line["lr"] for line in curve(tmp_path, recipe)}
+    assert found == {i: learning_rate(recipe, i - 1, 12) for i in (5, 10, 12)}
+    assert found[5] > found[10] > found[12] > 0
+
+
 # --- stacks -----------------------------------------------------------------------------------------------------------
 
 
@@ -876,6 +945,73 @@ def test_a_record_of_another_shape_is_named(tmp_path: Path, name: str, content: 
     for use in (lambda: train(recipe, tmp_path), lambda: read_run(path.parent)):
         with pytest.raises(RecordError, match=name):
             use()
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "metrics.jsonl", "summary.json"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_run_does_not_go_on_with_the_files_of_another_seed(tmp_path: Path, name: str, stacked: bool) -> None:
+    recipe, other = SMALL, SMALL.but(seed=1)
+    if name == "summary.json":
+        train(other, tmp_path)
+    else:
+        with pytest.raises(Interrupted):
+            train(other, tmp_path, stop=stop_at(16))
+    with pytest.raises(Interrupted):
+        train(recipe, tmp_path, stop=stop_at(16))
+    foreign = tmp_path / recipe.folder / name
+    foreign.write_bytes((tmp_path / other.folder / name).read_bytes())
+    before = contents(tmp_path / recipe.folder)
+    with pytest.raises(RecordError, match=name):
+        train_many([recipe], tmp_path) if stacked else train(recipe, tmp_path)
+    assert contents(tmp_path / recipe.folder) == before
+
+
+def replace_state(run: Run, **entries: Any) -> None:
+    state = run.load()
+    assert state is not None
+    run.save({**state, **entries})
+
+
+def test_a_stack_does_not_reach_outside_of_its_folder(tmp_path: Path) -> None:
+    recipes = [SMALL.but(seed=seed) for seed in range(2)]
+    victim = SMALL.but(seed=2)
+    for some, out in (([victim], tmp_path), (recipes, tmp_path / "runs")):
+        with pytest.raises(Interrupted):
+            train_many(some, out, stop=stop_at(16))
+    with open_run(tmp_path / "runs", recipes[0]) as run:
+        replace_state(run, members=[recipes[0].folder, f"../{victim.folder}"])
+    before = contents(tmp_path / victim.folder)
+    with pytest.raises(RecordError, match="checkpoint is that of another run"):
+        train_many(recipes[:1], tmp_path / "runs")
+    assert contents(tmp_path / victim.folder) == before
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "another kind": {"kind": "other"},
+    "other members": {"members": [SMALL.folder, SMALL.but(seed=1).folder]},
+    "a run that no stack has beside it": {"kind": "stacked", "members": [SMALL.folder, CNN.folder]},
+    "an iteration too far": {"iteration": 10**9},
+    "an iteration that is none": {"iteration": "3"},
+    "no learner": {"learner": None},
+    "an empty learner": {"learner": {"model": {}, "optimizer": {}}},
+    "totals of another size": {"totals": torch.zeros(7, 3)},
+    "no random state": {"random": torch.zeros(3)},
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_checkpoint_that_does_not_fit_is_one_line(tmp_path: Path, change: str, stacked: bool) -> None:
+    for recipe in (SMALL, SMALL.but(seed=1), CNN):
+        with pytest.raises(Interrupted):
+            train(recipe, tmp_path, stop=stop_at(4))
+    with open_run(tmp_path, SMALL) as run:
+        replace_state(run, **HOSTILE[change])
+    before = contents(tmp_path)
+    with pytest.raises(LabError) as caught:
+        train_many([SMALL], tmp_path) if stacked else train(SMALL, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert contents(tmp_path) == before
 
 
 def test_a_stack_goes_on_although_one_of_its_runs_has_ended(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Construction and parameter groups."""
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from contract import (
     Kind,
     Net,
     assert_same,
+    backward,
     batches,
     gspace_kinds,
     kinds,
@@ -20,6 +22,7 @@ from contract import (
     train,
     values,
 )
+from gspace.step import layers_of, path_values
 
 
 @kinds
@@ -185,16 +188,17 @@ def test_a_group_without_learning_rate_keeps_its_path_values(kind: Kind) -> None
     model = Net().double()
     first, second = halves(model)
     optimizer = kind.make(model, [{"params": first}, {"params": second, "lr": 0.0}])
-    layer = next(n for n in optimizer._layers if n.edges.name == "head.weight")
+    optimizer.rechoose()
+    layer = next(n for n in layers_of(optimizer.skeleton, values(model)) if n.edges.name == "head.weight")
 
-    def path_values() -> Tensor:
+    def values_of_paths() -> Tensor:
         w = model.head.weight.detach().clone()
         w[layer.entries] = 0
-        return layer.edges.view(w) / optimizer._inverses(layer, layer.edges.view(w))
+        return path_values(layer, layer.edges.view(w), optimizer.incoming, optimizer.outgoing)
 
-    before, weights = path_values(), values(model)
+    before, weights = values_of_paths(), values(model)
     train(model, optimizer, batches(6, dtype=torch.float64))
-    torch.testing.assert_close(path_values(), before, rtol=1e-13, atol=0)
+    torch.testing.assert_close(values_of_paths(), before, rtol=1e-13, atol=0)
     assert "conv.weight" in moved(model, weights)
 
 
@@ -218,9 +222,8 @@ def test_a_layer_is_unfrozen_with_a_group_of_its_own(kind: Kind) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.parametrize("thaw", ["group", "flag"])
-def test_an_unfrozen_layer_brings_its_units_in(thaw: str) -> None:
-    """From then on the optimizer is the one that would be made now."""
+def half_frozen(thaw: str) -> tuple[Net, gspace.GSGD]:
+    """Five steps with the head frozen, which is then thawed by its flag or comes in a group of its own."""
     model = Net()
     late = [*model.head.parameters()]
     early = [p for p in model.parameters() if not any(p is q for q in late)]
@@ -228,18 +231,44 @@ def test_an_unfrozen_layer_brings_its_units_in(thaw: str) -> None:
         p.requires_grad_(False)
     groups: list[dict[str, Any]] = [{"params": early}] if thaw == "group" else [{"params": early}, {"params": late}]
     optimizer = gspace.GSGD(model, 0.05, params=groups)
+    with pytest.warns(
+        UserWarning, match="GSGD cannot use all units of this model: 8 units touch a parameter that is not"
+    ):
+        train(model, optimizer, batches(5))
     assert optimizer.skeleton.H == 4 + 5
-    train(model, optimizer, batches(5))
     for p in late:
         p.requires_grad_(True)
     if thaw == "group":
         optimizer.add_param_group({"params": late})
+    return model, optimizer
+
+
+@pytest.mark.parametrize("thaw", ["group", "flag"])
+def test_a_layer_thawed_late_is_trained_in_plain_coordinates_and_said_so_once(thaw: str) -> None:
+    model, optimizer = half_frozen(thaw)
+    backward(model, optimizer, batches(1)[0])
+    expected = model.head.weight - 0.05 * model.head.weight.grad
+    with pytest.warns(UserWarning, match=r"head\.weight: trained only since GSGD has chosen its skeleton"):
+        optimizer.step()
+    torch.testing.assert_close(model.head.weight, expected, rtol=1e-6, atol=1e-8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, batches(2, seed=1))
+    assert optimizer.skeleton.H == 4 + 5
+
+
+@pytest.mark.parametrize("thaw", ["group", "flag"])
+def test_rechoosing_brings_the_units_of_a_thawed_layer_in(thaw: str) -> None:
+    """From then on the optimizer is the one that would be made now."""
+    model, optimizer = half_frozen(thaw)
     other = Net()
     other.load_state_dict(model.state_dict())
     fresh = gspace.GSGD(other, 0.05)
+    optimizer.rechoose()
     train(model, optimizer, batches(5, seed=1))
     train(other, fresh, batches(5, seed=1))
     assert optimizer.skeleton.H == 4 + 5 + 8
+    assert optimizer.statistics()["unused"] == ()
     assert_same(model, other)
 
 

@@ -302,6 +302,7 @@ def test_an_inner_optimizer_keeps_its_own_step_and_hooks() -> None:
     assert optimizer.inner.count == 2
 
     optimizer = gspace.InGSpace(model, torch.optim.SGD, lr=0.1)
+    train(model, optimizer, batches(1))
     seen: list[str] = []
     handle = optimizer.inner.register_step_post_hook(lambda *_: seen.append("own"))
     train(model, optimizer, batches(1))

@@ -250,21 +250,6 @@ def test_coordinates_follow_weights_that_others_write(kind: Kind, write: Callabl
     torch.testing.assert_close(one(x), two(x), rtol=1e-9, atol=1e-9)
 
 
-def test_loaded_weights_give_the_coordinates_of_an_optimizer_that_never_stepped() -> None:
-    one, two = Net(), Net()
-    first, second = gspace.GSGD(one, 0.1), gspace.GSGD(two, 0.1)
-    train(one, first, batches(10))
-    other = Net()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(1.3)
-    one.load_state_dict(other.state_dict())
-    two.load_state_dict(other.state_dict())
-    train(one, first, batches(5))
-    train(two, second, batches(5))
-    assert_same(one, two)
-
-
 @gspace_kinds
 def test_a_path_value_that_others_set_to_zero_is_refused(kind: Kind) -> None:
     model = chain()
@@ -275,7 +260,7 @@ def test_a_path_value_that_others_set_to_zero_is_refused(kind: Kind) -> None:
     backward(model, optimizer, batches(1)[0])
     before = values(model)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"a path value of .* is 0 or not finite"):
+        with pytest.raises(RuntimeError, match=r"a path value of .* is 0: rechoose"):
             optimizer.step()
     assert moved(model, before) == set()
 
@@ -316,14 +301,18 @@ def test_the_memory_layout_does_not_matter(kind: Kind, layout: Callable[[nn.Modu
 
 
 @gspace_kinds
-def test_a_state_that_trains_what_is_frozen_here_is_refused(kind: Kind) -> None:
+def test_a_state_leaves_what_is_frozen_here_alone(kind: Kind) -> None:
+    """The units that touch it are not used while it is."""
     one, two = chain(), chain()
-    state = kind.make(one).state_dict()
-    frozen = next(two.parameters())
-    frozen.requires_grad_(False)
-    optimizer = kind.make(two)
-    with pytest.raises(ValueError, match="which is frozen: load it first, then freeze"):
-        optimizer.load_state_dict(state)
+    first, second = kind.make(one), kind.make(two)
+    train(one, first, batches(2))
+    two.load_state_dict(one.state_dict())
+    two[0].weight.requires_grad_(False)
+    second.load_state_dict(first.state_dict())
+    before = values(two)
+    train(two, second, batches(2))
+    assert moved(two, before) == set(before) - {"0.weight"}
+    assert second.skeleton.H == first.skeleton.H - 4
 
 
 @pytest.mark.parametrize("make", [gspace.GSGD, gspace.baselines.FrozenSkeletonSGD], ids=["GSGD", "FrozenSkeletonSGD"])
@@ -350,10 +339,10 @@ def test_a_way_chosen_later_is_taken() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     first = optimizer.statistics()["way"]
-    assert first in ("NativeStep", "ForeachStep")
+    assert first == "NativeStep" or "no C compiler" in first
     optimizer.param_groups[0]["foreach"] = False
     optimizer.step()
-    assert optimizer.statistics()["way"] == "the definition: foreach=False"
+    assert optimizer.statistics()["way"] == "torch's operations: foreach=False"
     optimizer.param_groups[0]["foreach"] = None
     optimizer.step()
     assert optimizer.statistics()["way"] == first

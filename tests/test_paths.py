@@ -34,7 +34,7 @@ def test_rank_is_m_minus_H(case: Small) -> None:
     net = explicit(case)
     paths = P.enumerate_paths(net.wiring)
     assert len(set(paths)) == len(paths)
-    assert net.analysis.H == net.wiring.H == case.H
+    assert net.analysis.H_paper == net.wiring.H == case.H
     assert net.wiring.m - case.H == case.dim
     assert P.rank(P.structure_matrix(net.wiring, paths)) == case.dim
     assert S.theorem_3_4(net.wiring, paths)

@@ -8,7 +8,6 @@ import gspace
 from benchmarks.step.networks import NETWORKS
 from benchmarks.step.sections import Setting
 from benchmarks.step.timing import Time, built, by_device, captured, interleave, rows, with_gradients
-from gspace import fast
 from gspace.fast.tables import Tile
 
 
@@ -54,7 +53,7 @@ def tiles(setting: Setting) -> Iterator[list[Time]]:
         for tile in TILES:
             model = with_gradients(built(NETWORKS[name], "cuda", channels_last=name == "plain-34"))
             optimizer = gspace.GSGD(model, torch.tensor(1e-6, device="cuda"), fused=True)
-            optimizer._fast = fast._tabulate(optimizer, launch.FusedStep, tile, launch.FOLD)
+            optimizer.use(launch.FusedStep, tile, launch.FOLD)
             calls["{}x{} loops {} warps {} registers {}".format(*tile)] = captured(optimizer.step, lambda: None)
         times = interleave(calls, by_device, setting.repeats)
         common = {"device": "cuda", "mode": "graph", "precision": "float32", "momentum": 0.0}

@@ -83,7 +83,6 @@ OPTIMIZERS: Mapping[str, Maker] = {
     "SGD fused": lambda model, lr, mu, _: torch.optim.SGD(model.parameters(), lr, momentum=mu, fused=True),
     "SGD foreach": lambda model, lr, mu, _: torch.optim.SGD(model.parameters(), lr, momentum=mu, foreach=True),
     "GSGD fused": lambda model, lr, mu, _: gspace.GSGD(model, lr, momentum=mu, fused=True),
-    "GSGD foreach": lambda model, lr, mu, _: gspace.GSGD(model, lr, momentum=mu, foreach=True),
     "GSGD definition": lambda model, lr, mu, _: gspace.GSGD(model, lr, momentum=mu, foreach=False),
     "InGSpace(SGD)": lambda model, lr, mu, _: gspace.InGSpace(model, torch.optim.SGD, lr=lr, momentum=mu),
     "PathSGD": lambda model, lr, mu, x: PathSGD(model, lr, momentum=mu, example_input=x),

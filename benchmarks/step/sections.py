@@ -109,7 +109,7 @@ def iterations(setting: Setting) -> Iterator[list[Time]]:
 
 
 def steps(setting: Setting) -> Iterator[list[Time]]:
-    others = [name for name in ("GSGD foreach", "GSGD definition") if name in setting.optimizers]
+    others = [name for name in ("GSGD definition",) if name in setting.optimizers]
     copy = time_copy(setting) if setting.device == "cuda" else None
     if copy:
         yield [copy]

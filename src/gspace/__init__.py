@@ -9,7 +9,7 @@ from gspace.flatness import psi_flatness
 from gspace.inner import InGSpace
 from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.optim import GSGD
-from gspace.pathrules import PathError
+from gspace.pathsum import PathError
 from gspace.scaling import Scales, balance_, random_scales, rescale_
 from gspace.skeleton import Skeleton, build_skeleton, init_skeleton_
 

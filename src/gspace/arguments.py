@@ -1,15 +1,13 @@
 """What an optimizer is given: refused before anything is changed, or warned of."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from gspace.analysis import Analysis, Residual
-from gspace.analysis import Inputs
-from gspace.skeleton import ONLY_ZEROS, Skeleton
+from gspace.analysis import Analysis, Inputs, Residual
 
 
 def require_model(model: Any) -> None:
@@ -104,22 +102,11 @@ def warn_of_no_units(analysis: Analysis, owner: str, stacklevel: int) -> None:
         )
 
 
-def warn_of_zeros(skeleton: Skeleton, owner: str, stacklevel: int) -> None:
-    """Units that stay outside of G-space because nothing tells their scale; the caller may not expect it."""
-    for told in skeleton.unused:
-        if told.endswith(ONLY_ZEROS):
-            warnings.warn(
-                f"{told}: they have no path value, and their weights stay outside of G-space. Make the {owner} "
-                "after a few steps of another optimizer, or start from small weights instead of zeros.",
-                UserWarning,
-                stacklevel=stacklevel + 1,
-            )
-
-
-def warn_of_other_weights(owner: str) -> None:
-    """Others have put another network where `owner` was training, or changed it little by little into one."""
+def warn_of_thawed(names: Sequence[str], owner: str) -> None:
+    """Parameters of units that came too late for the skeleton."""
     warnings.warn(
-        f"the weights are not those that {owner} left: others replaced them, or moved them far by now. It has chosen "
-        "new coordinates, and momentum and other state starts again. To go on with a saved run, load its state too.",
+        f"{', '.join(names)}: trained only since {owner} has chosen its skeleton, so in plain coordinates. rechoose() "
+        "takes such layers in, and starts momentum and other state again.",
+        UserWarning,
         stacklevel=2,
     )

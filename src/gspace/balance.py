@@ -5,22 +5,28 @@ With x = log c and a = Σ_taps w², the balanced scales minimize the convex func
     F(x) = ½ Σ_e a_e · exp(2(x[head e] − x[tail e])),   ∂F/∂x_u = ‖incoming u‖² − ‖outgoing u‖²,   x[0] = 0,
 
 whose Hessian is twice the Laplacian of the network with the weights a·exp(…), grounded at unit 0: positive definite
-where every unit lies on a path of non-zero weights from ground to ground. Newton's method with conjugate gradients
-needs one pair of matrix-vector products per layer and iteration. Within a layer a change of x spreads in a few
-iterations; from layer to layer it would take one for each, so the layers as wholes, few enough for a dense matrix, are
-solved for directly, in the start and in the preconditioner: the number of iterations does not grow with the depth.
+where every unit lies on a path of non-zero weights from ground to ground. The exponential is a product of one of the
+head and one of the tail, so everything is products of the matrices a with vectors. Newton's method with conjugate
+gradients spreads a change of x within a layer in a few iterations; from layer to layer it would take one for each, so
+the layers as wholes are solved for directly, in the start and in the preconditioner: the number of iterations does not
+grow with the depth. Their matrix is sparse where there are many of them, and its cost grows with the depth alone.
 
-Shapes: an energy is `(group, out, in)`; a unit vector is `(n,)`, entry 0 is ground; so is entry 0 of a layer vector.
+Shapes: a is `(group, out, in)`; a unit vector is `(n,)`, entry 0 is ground; so is entry 0 of a layer vector.
 """
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspace.analysis import Edges
+
+DENSE = 300  # layers up to which a dense matrix is faster
+LARGE = 1 << 14  # entries of a matrix that is worth a product of its own
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ def squares(edges: Sequence[Edges], weights: Mapping[str, Tensor]) -> list[Tenso
     result = []
     for e in edges:
         w = e.view(weights[e.name].detach())
-        result.append(w.flatten(3).double().square().sum(3) if w.dim() > 3 else w.double().square())
+        a = w.to(torch.float64, copy=True).square_()
+        result.append(a.flatten(3).sum(3) if w.dim() > 3 else a)
     return result
 
 
@@ -82,38 +89,42 @@ def balanced_log_scales(
     edges = [e for e in edges if bool(e.head.any()) or bool(e.tail.any())]  # from ground to ground: a constant in F
     if not edges:
         return x
+    # Beyond the rounding of the weights, digits of a scale mean nothing.
+    goal = 1e-13 if any(weights[e.name].dtype == torch.float64 for e in edges) else 1e-9
     strength = squares(edges, weights)
     live = live_units(edges, strength, n)
     free &= live
     layer, stacks = layers(edges, free), _stacked(edges, strength, live)
     del strength
     for _ in range(12):  # damped fixed-point sweeps: in log scale, so that factors of any size shrink geometrically
-        into, out = sides(stacks, energies(stacks, x), n)
+        into, out = sides(stacks, x)
         change = torch.where(free, 0.25 * (out / into).log(), 0)
         x = x + change
         if not bool((change.abs() > 1e-3).any()):
             break
-    x, energy = _layers_balanced(stacks, x, layer)
+    _take_in(stacks, x)  # from here on x is small
+    start, x = x, torch.zeros_like(x)
+    x = _layers_balanced(stacks, x, layer)
+    into, out = sides(stacks, x)
     for _ in range(100):
-        into, out = sides(stacks, energy, n)
         gradient = torch.where(free, into - out, 0)
         total = torch.where(free, into + out, 1)
         error = float((gradient.abs() / total).max())
-        product = partial(hessian, stacks, energy, total, free)
-        condition = two_level(total, layer, layer_links(stacks, energy, layer))
+        condition = two_level(total, layer, layer_links(stacks, x, layer))
         # Newton's own next error is of the order error²: digits beyond it, or beyond six a step, would be wasted.
-        step = _conjugate_gradients(product, -gradient, condition, min(max(error, 1e-6), 0.1))
+        product = partial(hessian, stacks, x, total, free)
+        step = conjugate_gradients(product, -gradient, condition, min(max(error, 1e-6), 0.1))
         # F is a sum of exponentials: a step of at most 1 in log scale keeps Newton's quadratic model honest.
         step = step / step.abs().max().clamp(min=1)
-        slope, value, t = float(gradient @ step), _half_sum(energy), 1.0
-        energy = energies(stacks, x + step)
-        while t > 1e-6 and _half_sum(energy) > value + 1e-4 * t * slope + 1e-14 * value:
+        slope, value, t = float(gradient @ step), float(into.sum()) / 2, 1.0
+        into, out = sides(stacks, x + step)
+        while t > 1e-6 and float(into.sum()) / 2 > value + 1e-4 * t * slope + 1e-14 * value:
             t /= 2
-            energy = energies(stacks, x + t * step)
+            into, out = sides(stacks, x + t * step)
         x = x + t * step
-        if not error >= 1e-13:  # after one more step: along slow directions x is less exact than its gradient
+        if not error >= goal:  # after one more step: along slow directions x is less exact than its gradient
             break
-    return x
+    return start + x
 
 
 def layers(edges: Sequence[Edges], free: Tensor) -> Tensor:
@@ -124,24 +135,41 @@ def layers(edges: Sequence[Edges], free: Tensor) -> Tensor:
     return torch.where(free, writer, 0).unique(return_inverse=True)[1]
 
 
-def _stacked(edges: Sequence[Edges], strength: Sequence[Tensor], live: Tensor) -> list[Stack]:
+def _stacked(edges: Sequence[Edges], strength: list[Tensor], live: Tensor) -> list[Stack]:
     alike: dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for e, a in zip(edges, strength, strict=True):
-        between = live[e.head][:, :, None] & live[e.tail][:, None, :]
-        alike.setdefault(a.shape[1:], []).append((a * between, e.head, e.tail))
-    return [Stack(*map(torch.cat, zip(*same, strict=True))) for same in alike.values()]
+        for ids, dim in ((e.head, 2), (e.tail, 1)):
+            if not bool(live[ids].all()):
+                a.mul_(live[ids].unsqueeze(dim))
+        alike.setdefault(a.shape[1:], []).append((a, e.head, e.tail))
+    return [
+        Stack(*(part[0] if len(part) == 1 else torch.cat(part) for part in zip(*same, strict=True)))
+        for same in alike.values()
+    ]
 
 
 # Sums over edges ------------------------------------------------------------------------------------------------------
 
 
-def energies(stacks: Sequence[Stack], x: Tensor) -> list[Tensor]:
-    """a·exp(2(x[head] − x[tail])) of every edge; F is half their sum."""
-    return [(2 * x[s.head][:, :, None] - 2 * x[s.tail][:, None, :]).exp_().mul_(s.strength) for s in stacks]
+def _take_in(stacks: Sequence[Stack], x: Tensor) -> None:
+    """a ← a·exp(2(x[head] − x[tail])), in place."""
+    for s in stacks:
+        head, tail = (2 * x[s.head])[:, :, None], (2 * x[s.tail])[:, None, :]
+        for k in range(0, len(s.strength), 64):  # some matrices at a time: their exponents lie as far apart as scales
+            part = slice(k, k + 64)
+            s.strength[part].mul_((head[part] - tail[part]).exp_())
 
 
-def _half_sum(energy: Sequence[Tensor]) -> float:
-    return float(sum(E.sum() for E in energy)) / 2
+def _factors(s: Stack, x: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(2x) of the heads and exp(−2x) of the tails, as columns."""
+    return (2 * x[s.head]).exp()[:, :, None], (-2 * x[s.tail]).exp()[:, :, None]
+
+
+def _product(a: Tensor, column: Tensor) -> Tensor:
+    """a @ column, matrix by matrix where these are large: a batched product with one column is slow there."""
+    if a.shape[1] * a.shape[2] < LARGE:
+        return a @ column
+    return torch.stack([torch.mv(matrix, v[:, 0]) for matrix, v in zip(a, column, strict=True)])[:, :, None]
 
 
 def _gather(size: int, ids: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
@@ -149,34 +177,58 @@ def _gather(size: int, ids: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor
     return values.new_zeros(size).index_add(0, index, values)
 
 
-def sides(stacks: Sequence[Stack], energy: Sequence[Tensor], n: int) -> tuple[Tensor, Tensor]:
-    """‖incoming‖² and ‖outgoing‖² of every unit, `(n,)` each."""
-    into = _gather(n, [s.head for s in stacks], [E.sum(2) for E in energy])
-    return into, _gather(n, [s.tail for s in stacks], [E.sum(1) for E in energy])
+def sides(stacks: Sequence[Stack], x: Tensor) -> tuple[Tensor, Tensor]:
+    """‖incoming‖² and ‖outgoing‖² of every unit, `(n,)` each; either adds up to 2F, ground included."""
+    up, down = [], []
+    for s in stacks:
+        p, q = _factors(s, x)
+        up.append(p * _product(s.strength, q))
+        down.append(q * _product(s.strength.mT, p))
+    return _gather(len(x), [s.head for s in stacks], up), _gather(len(x), [s.tail for s in stacks], down)
 
 
-def hessian(stacks: Sequence[Stack], energy: Sequence[Tensor], total: Tensor, free: Tensor, d: Tensor) -> Tensor:
+def hessian(stacks: Sequence[Stack], x: Tensor, total: Tensor, free: Tensor, d: Tensor) -> Tensor:
     """2Σ over the edges at u of E·(d[u] − d[other end]), `(n,)`, 0 where u is not free; `total` = Σ E."""
-    up = [E @ d[s.tail][:, :, None] for s, E in zip(stacks, energy, strict=True)]
-    down = [d[s.head][:, None, :] @ E for s, E in zip(stacks, energy, strict=True)]
+    up, down = [], []
+    for s in stacks:
+        p, q = _factors(s, x)
+        up.append(p * _product(s.strength, q * d[s.tail][:, :, None]))
+        down.append(q * _product(s.strength.mT, p * d[s.head][:, :, None]))
     sums = _gather(len(d), [s.head for s in stacks] + [s.tail for s in stacks], up + down)
     return torch.where(free, 2 * (total * d - sums), 0)
 
 
-def layer_links(stacks: Sequence[Stack], energy: Sequence[Tensor], layer: Tensor) -> Tensor:
-    """Energy of all edges that write layer k and read layer l, `(layers, layers)`."""
+class Links(NamedTuple):
+    """Energy of all edges that write layer `head` and read layer `tail`, for each pair of `layers` that has some."""
+
+    layers: int
+    head: Tensor
+    tail: Tensor
+    energy: Tensor
+
+
+def layer_links(stacks: Sequence[Stack], x: Tensor, layer: Tensor) -> Links:
     count = int(layer.max()) + 1
-    result = energy[0].new_zeros(count * count)
-    for s, E in zip(stacks, energy, strict=True):
-        result.index_add_(0, (layer[s.head][:, :, None] * count + layer[s.tail][:, None, :]).reshape(-1), E.reshape(-1))
-    return result.reshape(count, count)
+    keys, parts = [], []
+    for s in stacks:
+        p, q = _factors(s, x)
+        head, tail = layer[s.head], layer[s.tail]
+        if bool((tail == tail[:, :1]).all()):  # the usual case: one layer is read
+            keys.append(head * count + tail[:, :1])
+            parts.append(p * _product(s.strength, q))
+        else:
+            keys.append(head[:, :, None] * count + tail[:, None, :])
+            parts.append(p * s.strength * q.mT)
+    key, place = torch.cat([k.reshape(-1) for k in keys]).unique(return_inverse=True)
+    energy = _gather(len(key), [place], parts)
+    return Links(count, key // count, key % count, energy)
 
 
 # Layers as wholes -----------------------------------------------------------------------------------------------------
 
 
-def _layers_balanced(stacks: Sequence[Stack], x: Tensor, layer: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """x with each layer scaled as a whole so that the layers are balanced, and its energies.
+def _layers_balanced(stacks: Sequence[Stack], x: Tensor, layer: Tensor) -> Tensor:
+    """x with each layer scaled as a whole so that the layers are balanced.
 
     Newton's method, here on the logarithms: with E the links between layers,
 
@@ -185,40 +237,94 @@ def _layers_balanced(stacks: Sequence[Stack], x: Tensor, layer: Tensor) -> tuple
     In a chain without biases f is linear in y: one step removes factors of any size, where Newton's method on F, a sum
     of exponentials, needs a step for each factor e. It is only a start, and taken only if F falls.
     """
-    energy = energies(stacks, x)
-    links = layer_links(stacks, energy, layer)
-    y, identity = links.new_zeros(len(links)), torch.eye(len(links), dtype=links.dtype, device=links.device)
+    count, k, l, energy = layer_links(stacks, x, layer)
+    y, every = x.new_zeros(count), torch.arange(count, device=x.device)
     for _ in range(20):
-        E = links * (2 * (y[:, None] - y)).exp()
-        into, out = E.sum(1), E.sum(0)
-        f = (into / out).log()[1:]
-        if not bool((f.abs() > 1e-2).any()):
+        E = energy * (2 * (y[k] - y[l])).exp()
+        into, out = _gather(count, [k], [E]), _gather(count, [l], [E])
+        f = (into / out).log()
+        if not bool((f[1:].abs() > 1e-2).any()):
             break
-        jacobian = 2 * (2 * identity - E / into[:, None] - E.T / out[:, None])
-        y[1:] -= torch.linalg.solve_ex(jacobian[1:, 1:], f)[0]
+        values = torch.cat([torch.full_like(y, 4), -2 * E / into[k], -2 * E / out[l]])
+        y[1:] -= _solver(count, torch.cat([every, k, l]), torch.cat([every, l, k]), values)(f[1:])
     moved = x + y[layer]
-    other = energies(stacks, moved)
-    return (moved, other) if _half_sum(other) < _half_sum(energy) else (x, energy)
+    before, after = (float(sides(stacks, at)[0].sum()) for at in (x, moved))
+    return moved if after < before else x
 
 
-def two_level(total: Tensor, layer: Tensor, links: Tensor) -> Callable[[Tensor], Tensor]:
+def two_level(total: Tensor, layer: Tensor, links: Links) -> Callable[[Tensor], Tensor]:
     """The preconditioner r ↦ D⁻¹r + P(PᵀAP)⁻¹Pᵀr of the Hessian A.
 
     D is the diagonal of A and P copies a value per layer to its units, so PᵀAP is the Hessian of the layers as wholes.
     D⁻¹ alone is good for all but the slow directions, and those are nearly constant on layers: within one, units that
     read and write the same others are closely tied.
     """
-    both = links + links.T
-    small = 2 * (both.sum(1).diag() - both)[1:, 1:]
-    scale = small.diagonal().rsqrt()
+    count, k, l, energy = links
+    diagonal = 2 * _gather(count, [k, l], [energy, energy])
     # The ridge, far below the gap of any chain of layers, is for layers that hardly hang together with ground.
-    small = small * scale * scale[:, None] + 1e-12 * torch.eye(len(scale), dtype=scale.dtype, device=scale.device)
-    inverse = torch.zeros_like(links)
-    inverse[1:, 1:] = torch.cholesky_inverse(torch.linalg.cholesky_ex(small)[0]) * scale * scale[:, None]
-    return lambda r: r / (2 * total) + (inverse @ _gather(len(links), [layer], [r]))[layer]
+    every = torch.arange(count, device=k.device)
+    values = torch.cat([diagonal * (1 + 1e-12), -2 * energy, -2 * energy])
+    solve = _solver(count, torch.cat([every, k, l]), torch.cat([every, l, k]), values)
+
+    def condition(r: Tensor) -> Tensor:
+        of_layers = torch.zeros_like(diagonal)
+        of_layers[1:] = solve(_gather(count, [layer], [r])[1:])
+        return r / (2 * total) + of_layers[layer]
+
+    return condition
 
 
-def _conjugate_gradients(
+def _solver(count: int, rows: Tensor, columns: Tensor, values: Tensor) -> Callable[[Tensor], Tensor]:
+    """b ↦ A⁻¹b for the sum A of these entries, row and column 0 left out."""
+    if count > DENSE:
+        return _sparse_solver(count, rows.tolist(), columns.tolist(), values.tolist())
+    matrix = values.new_zeros(count * count).index_add_(0, rows * count + columns, values).reshape(count, count)
+    scale = matrix.diagonal().abs().clamp(min=1e-300).rsqrt()[1:]
+    inverse = torch.linalg.inv_ex(matrix[1:, 1:] * scale * scale[:, None])[0] * scale * scale[:, None]
+    return lambda b: inverse @ b
+
+
+def _sparse_solver(
+    count: int, rows: Sequence[int], columns: Sequence[int], values: Sequence[float]
+) -> Callable[[Tensor], Tensor]:
+    """Elimination without pivots, fewest neighbours first: these matrices are diagonally dominant."""
+    A: list[dict[int, float]] = [{} for _ in range(count)]
+    for i, j, value in zip(rows, columns, values, strict=True):
+        if i and j:
+            A[i][j] = A[i].get(j, 0.0) + value
+            A[j].setdefault(i, 0.0)
+    waiting = [(len(A[i]), i) for i in range(1, count)]
+    heapq.heapify(waiting)
+    steps: list[tuple[int, float, list[tuple[int, float]], list[tuple[int, float]]]] = []
+    while waiting:
+        degree, i = heapq.heappop(waiting)
+        if degree != len(A[i]):  # it has other neighbours by now
+            if A[i]:
+                heapq.heappush(waiting, (len(A[i]), i))
+            continue
+        pivot = A[i].pop(i, 0.0) or 1.0
+        row = list(A[i].items())
+        below = [(j, A[j].pop(i) / pivot) for j, _ in row]
+        for j, factor in below:
+            target = A[j]
+            for k, value in row:
+                target[k] = target.get(k, 0.0) - factor * value
+        A[i] = {}
+        steps.append((i, pivot, row, below))
+
+    def solve(b: Tensor) -> Tensor:
+        x = [0.0, *b.tolist()]
+        for i, _, _, below in steps:
+            for j, factor in below:
+                x[j] -= factor * x[i]
+        for i, pivot, row, _ in reversed(steps):
+            x[i] = (x[i] - sum(value * x[k] for k, value in row)) / pivot
+        return torch.tensor(x[1:], dtype=b.dtype, device=b.device)
+
+    return solve
+
+
+def conjugate_gradients(
     operator: Callable[[Tensor], Tensor],
     b: Tensor,
     condition: Callable[[Tensor], Tensor],

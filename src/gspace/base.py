@@ -1,24 +1,24 @@
-"""What GSGD and InGSpace share: the skeleton, the coordinates Ĩ and Õ, and keeping both true to the weights.
+"""What GSGD and InGSpace share: the choice of a skeleton, and a step that is a function of what it is given.
 
-A step advances Ĩ and Õ along with the weights it writes. They depend on nothing but the values of skeleton weights, so
-they can be measured at any time; that is done before the next step whenever somebody else wrote, moved or loaded the
-weights. Coordinates that agree with the weights up to √eps, as far as rounding may take them in many steps, are kept as
-they are: saving, copying or resuming never changes a trajectory. If others put a different network there, a skeleton is
-chosen in it, as if the optimizer were made then.
+A step depends on the weights, the gradients, the state of each parameter and the hyper-parameters, and on nothing else.
+The skeleton is chosen at the first step whose rate is not 0, in the weights of that moment, and kept in the state
+(`choice.py`); Ĩ and Õ are computed from the weights at every step. So weights may be loaded, moved, averaged, rescaled
+or broadcast by anybody at any time. What a step derives from the state, it keeps as long as that state is there.
 
 Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace import saved
-from gspace import step as algorithm
-from gspace.analysis import Analysis, Residual
+from gspace import choice, eager, exact
+from gspace.analysis import Analysis, Inputs, Residual, analyzed
 from gspace.arguments import (
     analyze_options,
     guards,
@@ -27,27 +27,64 @@ from gspace.arguments import (
     require_one_of,
     require_own,
     warn_of_no_units,
-    warn_of_other_weights,
-    warn_of_zeros,
+    warn_of_thawed,
 )
-from gspace.analysis import analyzed
-from gspace.analysis import Inputs
+from gspace.choice import KEY, Chosen
+from gspace.eager import Allocation, Coordinates, Rules, wide
+from gspace.held import Held, State, load_whole, portable, require_finite_gradients
 from gspace.hooks import hooked, loss_of
-from gspace.reference import Reference, are_others, choose_skeleton, measure_reference, products
+from gspace.reference import Reference
 from gspace.skeleton import Skeleton
-from gspace.step import BatchNormRule, Layer
-from gspace.watch import Watch, fingerprint
+from gspace.step import BatchNormRule, Plan, measure, plan
 
-Allocation = Literal["fixed", "spread"]
+_OF_GROUPS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+_LOOKS = attrgetter("requires_grad", "device", "dtype")
 
-_LATER = ("shapes", "trained", "optimizer")  # what states did not have at first
+
+@dataclass(eq=False)
+class Built:
+    """What follows from the state and the parameters, and what it was built from.
+
+    Attributes:
+        chosen: The skeleton and its references.
+        plan: The same for a step.
+        weights, groups: The parameters of the plan's layers, and the number of their group.
+        outside: The other parameters of each group.
+        unit_group: Group of in(r) of each root r, `(H + 1,)`.
+        last: R of the roots in the last step, bounded and not.
+        dtype: Of unit vectors.
+        masks: Rows that a norm absorbs, for each layer, with `batch_norm="exact"`.
+    """
+
+    chosen: Chosen
+    plan: Plan
+    weights: list[Tensor]
+    groups: list[int]
+    outside: list[list[Tensor]]
+    unit_group: Tensor
+    last: tuple[Tensor, Tensor]
+    dtype: torch.dtype
+    listed: list[Tensor]
+    sizes: list[int]
+    looks: list[Any]
+    tables: dict[Tensor, Tensor]
+    masks: list[Tensor | None]
+
+    def holds(self, groups: Sequence[dict[str, Any]], state: Any) -> bool:
+        """Whether it was built from just this."""
+        listed = [p for group in groups for p in group["params"]]
+        return (
+            [len(group["params"]) for group in groups] == self.sizes
+            and all(map(is_, listed, self.listed))
+            and list(map(_LOOKS, listed)) == self.looks
+            and all(p in state and state[p].get(KEY) is table for p, table in self.tables.items())
+        )
 
 
 class GSpaceOptimizer(Optimizer):
-    """Bookkeeping of an optimizer that moves in G-space; a subclass adds what happens to path values in `_step`."""
+    """An optimizer that moves in G-space; a subclass says what happens to path values in `_move`."""
 
-    _begun = True  # a step was taken, or a state loaded
-    _fast: Any = None  # the implementation that is bound to where the parameters lie (`fast/`)
+    _built: Built | None = None
 
     def __init__(
         self,
@@ -66,250 +103,192 @@ class GSpaceOptimizer(Optimizer):
         allocation: Allocation,
     ) -> None:
         require_model(model)
-        require_one_of("batch_norm", batch_norm, ("released", "paper"))
+        require_one_of("batch_norm", batch_norm, ("released", "paper", "exact"))
         require_one_of("reference", reference, (None, "one", "balanced"))
         require_one_of("allocation", allocation, ("fixed", "spread"))
         bounds = guards(max_ratio, max_drift, allocation)
+        if batch_norm == "exact" and (allocation == "spread" or reference is not None):
+            raise ValueError("batch_norm='exact' has coordinates of its own: it takes no allocation and no reference")
         require_numbers(defaults)
         self.model = model
         self.batch_norm, self.allocation = batch_norm, allocation
         self.max_ratio, self.max_drift = bounds
-        self._ready = False
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self.analysis = analyzed(model, analysis, analyze_options(example_input, residual, pin), "pin")
-        self._wanted = reference
-        self._adopt(*self._find_skeleton())
+        self._view = exact.view(self.analysis) if batch_norm == "exact" else self.analysis
+        self._wanted, self._held = reference, Held(model)
+        self._unused: tuple[str, ...] = ()
+        self._told: set[str] = set()
         warn_of_no_units(self.analysis, type(self).__name__, stacklevel=3)
-        warn_of_zeros(self.skeleton, type(self).__name__, stacklevel=3)
-        self._ready, self._begun = True, False
-
-    # Construction -----------------------------------------------------------------------------------------------------
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _find_skeleton(self) -> tuple[Reference, Skeleton]:
-        return choose_skeleton(self.model, self.analysis, self._wanted, self._parameters())
-
-    def _adopt(self, reference: Reference, skeleton: Skeleton) -> None:
-        """Takes a skeleton and measures its reference in the weights of now."""
-        self.reference, self.skeleton = reference, skeleton
-        weights = dict(self.model.named_parameters())
-        self._reference_in, self._reference_out = measure_reference(skeleton, self.analysis, weights, reference)
-        self._place()
-        self.incoming, self.outgoing = self._measure()
-        self._start = fingerprint(self.model.parameters())
-        self._mark()
-
-    def _place(self) -> None:
-        """Everything that depends on where the parameters live and which group they are in."""
-        weights = dict(self.model.named_parameters())
-        self._layers = algorithm.plan(self.skeleton, weights)
-        self._weights = [weights[layer.edges.name] for layer in self._layers]
-        device = self._weights[0].device if self._weights else torch.device("cpu")
-        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
-        self._layer_group = [group_of[id(w)] for w in self._weights]
-        self._root = self.skeleton.root.to(device)
-        self._unit_group = torch.zeros(self.skeleton.H + 1, dtype=torch.long, device=device)
-        for layer, g in zip(self._layers, self._layer_group, strict=True):
-            self._unit_group[layer.root] = g
-        inside = {id(w) for w in self._weights}
-        self._outside = [[p for p in group["params"] if id(p) not in inside] for group in self.param_groups]
-        dtype = torch.float64 if any(w.dtype == torch.float64 for w in self._weights) else torch.float32
-        self._last = tuple(torch.ones(self.skeleton.H + 1, dtype=dtype, device=device) for _ in range(2))
-        self._narrow = any(wide(w) is not w for w in self._weights)
-        self._fast = None
-        self._watch = Watch(self.model, self.param_groups, self._weights)
-
-    @torch.no_grad()
-    def _measure(self) -> tuple[Tensor, Tensor]:
-        """Ĩ and Õ of the weights as they are."""
-        result = []
-        now = products(self.skeleton, dict(self.model.named_parameters()))
-        for (log, sign), (ref, ref_sign) in zip(now, (self._reference_in, self._reference_out), strict=True):
-            value = sign * ref_sign.to(sign) * (log - ref.to(log)).exp()
-            result.append(value.to(self._last[0]))
-        return result[0], result[1]
-
-    # Keeping up with the model ----------------------------------------------------------------------------------------
-
-    def _mark(self) -> None:
-        """The weights are those the coordinates belong to. Rounded to 16 bits they may not be: measure them again."""
-        if self._narrow:
-            self._watch.forget()
-        else:
-            self._watch.mark()
-
-    def _check(self) -> None:
-        """The model must be the one that was analyzed; weights that others changed give new coordinates."""
-        replaced = self._watch.replaced()
-        if replaced is not None:
-            raise RuntimeError(
-                f"the model was changed after {type(self).__name__} was made: {replaced!r} is not what it was. "
-                f"Make a new {type(self).__name__} for the changed model."
-            )
-        if self._watch.regrouped(self.param_groups) or self._watch.thawed():
-            self._refit()
-        if not self._begun and fingerprint(self.model.parameters()) != self._start:
-            self._reconsider()
-        if self._watch.rewritten():
-            self._follow()
-
-    def _follow(self) -> None:
-        """Takes Ĩ and Õ from the weights, except where they agree to √eps: many steps round that far."""
-        moved = self._watch.moved()
-        if moved:
-            self._place()
-        else:
-            self._watch.know_memory()
-        fresh = self._measure()
-        paths = self.incoming * self.outgoing, fresh[0] * fresh[1]
-        if self._wanted != "one" and are_others(*paths, self.max_drift):
-            warn_of_other_weights(type(self).__name__)
-            self._start_again(*self._find_skeleton())
-            return
-        if not all(bool(x.isfinite().all() & (x != 0).all()) for x in fresh):
-            raise RuntimeError(
-                f"weights were changed so that a path value of {type(self).__name__} is 0 or not finite. "
-                f"Make a new {type(self).__name__}: it will choose other skeleton weights."
-            )
-        for name, new in zip(("incoming", "outgoing"), fresh, strict=True):
-            old = getattr(self, name).to(new)
-            close = (new - old).abs() <= torch.finfo(new.dtype).eps ** 0.5 * old.abs()
-            setattr(self, name, old.copy_(torch.where(close, old, new)))
-        if moved:
-            self._move_state()
-        self._mark()
-
-    def _reconsider(self) -> None:
-        """Before the first step nothing depends on the skeleton: that of the weights as they are now is taken.
-
-        Unless they were rescaled, and measured by ones so far: they still are.
-        """
-        if not all(bool(p.isfinite().all()) for p in self._parameters()):
-            return
-        reference, skeleton = self._find_skeleton()
-        if (self.reference, reference, skeleton.H) == ("one", "balanced", self.skeleton.H):
-            before, (into, out) = self.incoming * self.outgoing, self._measure()
-            if torch.allclose(into * out, before.to(into), rtol=torch.finfo(into.dtype).eps ** 0.5, atol=0):
-                return
-        self._start_again(reference, skeleton)
-
-    def _start_again(self, reference: Reference, skeleton: Skeleton) -> None:
-        """Another skeleton, and no state. All of it, or nothing."""
-        with saved.all_or_nothing(self):
-            self._adopt(reference, skeleton)
-        self._restart(self._parameters())
-        warn_of_zeros(skeleton, type(self).__name__, stacklevel=3)
-
-    def _move_state(self) -> None:
-        """State goes where the parameters went."""
-        for p, state in self.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape:
-                    state[key] = value.to(p.device, p.dtype)
-
-    def _refit(self) -> None:
-        """Units that a new or thawed parameter brings in, or a frozen one takes away. All of it, or nothing."""
-        with saved.all_or_nothing(self):  # the inner optimizer of a subclass may refuse it
-            reference, skeleton = self._find_skeleton()
-            pairs = zip(skeleton.edges, self.skeleton.edges, strict=True)
-            if all(torch.equal(a.head, b.head) and torch.equal(a.tail, b.tail) for a, b in pairs):
-                self._place()
-            else:
-                before = self._weights
-                self._adopt(reference, skeleton)
-                self._restart([*before, *self._weights])
-
-    def _restart(self, weights: Sequence[Tensor]) -> None:
-        """Forgets what these parameters accumulated in other coordinates."""
-        for w in weights:
-            self.state.pop(w, None)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, for example a layer that was frozen until now.
-
-        If they bring in new units, the coordinates of the whole network are measured anew, and momentum and other
-        state of parameters that touch units starts again.
-        """
+        """Adds parameters. Those that come after the first step are trained in plain coordinates until `rechoose()`."""
         super().add_param_group(param_group)
         try:
             require_own(self.param_groups[-1]["params"], self.model)
-            if self._ready:
-                self._refit()
-        except Exception:
+        except ValueError:
             self.param_groups.pop()
             raise
 
+    # The choice -------------------------------------------------------------------------------------------------------
+
+    def rechoose(self) -> None:
+        """Chooses the skeleton in the weights of now. State of parameters that touch units starts again."""
+        chosen = self._choose(final=True)
+        weights = dict(self.model.named_parameters())
+        for e in choice.touching(self._view):
+            self.state.pop(weights[e.name], None)
+        self.adopt(chosen)
+
+    def _choose(self, *, final: bool) -> Chosen:
+        if self.batch_norm == "exact":
+            return exact.choose(self.model, self.analysis, self._parameters(), final=final)
+        return choice.choose(self.model, self.analysis, self._wanted, self._parameters(), final=final)
+
+    def adopt(self, chosen: Chosen) -> None:
+        """Puts a skeleton and its references into the state."""
+        choice.put(chosen, self.model, self._view, self.state, self._parameters())
+        self._built = self._build(chosen)
+        if chosen.final:
+            self._unused = chosen.skeleton.unused
+            choice.warn_of_unused(chosen.skeleton, type(self).__name__, stacklevel=4)
+
+    def _read(self) -> Chosen | None:
+        """What is chosen in the state; None if nothing is."""
+        weights = dict(self.model.named_parameters())
+        mine = {id(p) for p in self._parameters() if p.requires_grad}
+        trained = {name for name, p in weights.items() if id(p) in mine}
+        chosen = choice.read(self.model, self._view, self.state, trained, free=self.batch_norm != "exact")
+        known = {name for name, p in weights.items() if choice.kept(self.state, p) is not None}
+        late = {e.name for e in choice.touching(self._view)} & trained - known - self._told
+        if chosen is not None and late:
+            self._told |= late
+            warn_of_thawed(sorted(late), type(self).__name__)
+        return chosen
+
+    def _current(self) -> Built:
+        """What a step works with now; chooses a skeleton if none is, or if the one that is was not final."""
+        built = self._built
+        if built is None or not built.holds(self.param_groups, self.state):
+            chosen = self._read()
+            built = self._built = None if chosen is None else self._build(chosen)
+        if built is not None and (built.chosen.final or not self._moving()):
+            return built
+        if capturing():
+            raise RuntimeError(
+                f"the first step of {type(self).__name__} chooses its skeleton, which a CUDA graph cannot hold: "
+                "take a step before the capture, or call rechoose()"
+            )
+        require_finite_gradients(self.model, self._parameters())
+        self.adopt(self._choose(final=self._moving()))
+        assert self._built is not None
+        return self._built
+
+    def _moving(self) -> bool:
+        return any("lr" not in group or bool(group["lr"] != 0) for group in self.param_groups)
+
+    def _look(self) -> Built:
+        """What a step would work with, without choosing anything for good."""
+        if self._built is not None and self._built.holds(self.param_groups, self.state):
+            return self._built
+        return self._build(self._read() or self._choose(final=False))
+
+    def _build(self, chosen: Chosen) -> Built:
+        named = dict(self.model.named_parameters())
+        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
+        masks: dict[str, Tensor] = {}
+        if self.batch_norm == "exact":
+            found, _ = exact.absorbed_rows(self.analysis, {name: p.dim() for name, p in named.items()})
+            mine = {name for name, p in named.items() if p.requires_grad and id(p) in group_of}
+            masks = {name: mask for name, mask in found.items() if name in mine}
+        planned = plan(chosen.skeleton, named, chosen.references, masks)
+        weights: list[Tensor] = [named[layer.edges.name] for layer in planned.layers]
+        device = weights[0].device if weights else torch.device("cpu")
+        groups = [group_of[id(w)] for w in weights]
+        unit_group = torch.zeros(chosen.skeleton.H + 1, dtype=torch.long, device=device)
+        for layer, g in zip(planned.layers, groups, strict=True):
+            unit_group[layer.root] = g
+        inside = {id(w) for w in weights}
+        outside = [[p for p in group["params"] if id(p) not in inside] for group in self.param_groups]
+        dtype = torch.float64 if any(w.dtype == torch.float64 for w in weights) else torch.float32
+        last = torch.ones(2, chosen.skeleton.H + 1, dtype=dtype, device=device).unbind()
+        listed = self._parameters()
+        return Built(
+            chosen,
+            planned,
+            weights,
+            groups,
+            outside,
+            unit_group,
+            (last[0], last[1]),
+            dtype,
+            listed,
+            [len(group["params"]) for group in self.param_groups],
+            list(map(_LOOKS, listed)),
+            {p: table for p in listed if (table := choice.kept(self.state, p)) is not None},
+            exact.masks_of(planned.layers, masks),
+        )
+
+    @property
+    def chosen(self) -> Chosen:
+        """The skeleton and its references; before the first step, what would be chosen now."""
+        return self._look().chosen
+
+    @property
+    def skeleton(self) -> Skeleton:
+        return self.chosen.skeleton
+
+    @property
+    def reference(self) -> Reference:
+        return "one" if bool((self.chosen.references == 1).all()) else "balanced"
+
+    @property
+    def incoming(self) -> Tensor:
+        """Ĩ in the weights of now, `(H + 1,)`."""
+        return self._measured(self._look()).incoming
+
+    @property
+    def outgoing(self) -> Tensor:
+        """Õ in the weights of now, `(H + 1,)`."""
+        return self._measured(self._look()).outgoing
+
+    @torch.no_grad()
+    def _measured(self, built: Built) -> Coordinates:
+        return Coordinates(*measure(built.plan, built.weights, built.dtype))
+
     # State ------------------------------------------------------------------------------------------------------------
 
-    def _own_state(self) -> dict[str, Any]:
-        return {
-            "reference": self.reference,
-            **saved.of_skeleton(self.skeleton, dict(self.model.named_parameters())),
-            "reference_in": self._reference_in,
-            "reference_out": self._reference_out,
-            "incoming": self.incoming,
-            "outgoing": self.outgoing,
-            "trained": list(self._watch.trained),
-        }
-
-    def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
-        if {*own, *_LATER} != {*self._own_state(), *_LATER}:
-            raise ValueError(f"this is the state of another optimizer, not of {type(self).__name__}")
-        skeleton = saved.skeleton_of(own, self.skeleton, dict(self.model.named_parameters()), self._parameters())
-        coordinates = own["incoming"], own["outgoing"]
-        saved.require(own["reference"] in ("one", "balanced"), f"it has reference {own['reference']!r}")
-        saved.require(all(len(own[key]) == 2 for key in ("reference_in", "reference_out")), "it has half a reference")
-        saved.require_units(skeleton.H + 1, "its reference", *own["reference_in"], *own["reference_out"])
-        saved.require_units(skeleton.H + 1, "its coordinates", *coordinates)
-        sound = all(bool((x.isfinite() & (x != 0)).all()) for x in coordinates)
-        saved.require(sound, "a coordinate is 0 or not finite")
-        trained = self._watch.trained
-        saved.require(len(own.get("trained", trained)) == len(trained), "it tells of another number of parameters")
-        return skeleton
-
-    def _load_own_state(self, own: Mapping[str, Any]) -> None:
-        self.reference = own["reference"]
-        self._reference_in, self._reference_out = tuple(own["reference_in"]), tuple(own["reference_out"])
-        self._place()
-        like = self._measure()[0]
-        self.incoming, self.outgoing = (own[name].to(like, copy=True) for name in ("incoming", "outgoing"))
-        self._watch.trained = list(own.get("trained", self._watch.trained))  # what was thawed since is noticed
-        self._watch.forget()  # the weights may be loaded after this, or before, or never
-        self._begun = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, with "gspace": skeleton and coordinates. Hooks see all of it.
-
-        It holds what steps write in place, not copies: copy it to keep it beside further steps.
-        """
-        if self._watch.regrouped(self.param_groups):
-            self._refit()
-        return saved.save(self, super().state_dict, {"gspace": self._own_state()})
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        found: list[tuple[Skeleton, Mapping[str, Any]]] = []
-        if self._watch.regrouped(self.param_groups):
-            self._refit()
+        """As torch does, all of it or nothing: what is damaged, or belongs to another network, is refused."""
+        load_whole(self, super().load_state_dict, state_dict, self._loaded)
 
-        def take(state: dict[str, Any]) -> dict[str, Any]:
-            if "gspace" not in state:
+    def _loaded(self, state_dict: State) -> None:
+        """Looks at a state that was loaded before it is believed: kernels would write wherever it sends them."""
+        self._built = None
+        for group in state_dict["param_groups"]:
+            missing, foreign = self.defaults.keys() - group.keys(), group.keys() - self.defaults.keys() - _OF_GROUPS
+            if missing and foreign:  # one that is older lacks some, one of another optimizer has others
                 raise ValueError(
-                    f"this is not the state of a {type(self).__name__}: it has no coordinates "
-                    "(torch.distributed.checkpoint drops them: save what state_dict() returns)"
+                    f"this is the state of another optimizer than this {type(self).__name__}: its groups have "
+                    f"{', '.join(sorted(foreign))}, but not {', '.join(sorted(missing))}"
                 )
-            found.append((self._saved_skeleton(state["gspace"]), state["gspace"]))
-            return {key: value for key, value in state.items() if key != "gspace"}
-
-        def keep() -> None:
-            self.skeleton, own = found[0]
-            self._load_own_state(own)
-
-        saved.load(self, super().load_state_dict, state_dict, take, keep)
+        chosen = self._read()
+        weights = dict(self.model.named_parameters())
+        touched = [weights[e.name] for e in choice.touching(self._view)]
+        kept = [self.state[p] for p in touched if p in self.state]
+        if chosen is None and any(kept):
+            raise ValueError(
+                f"this is not the state of a {type(self).__name__}: it says nothing of a skeleton, "
+                "and momentum of weights is no momentum of paths"
+            )
+        if chosen is not None:
+            self._unused = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return saved.portable(self, "_fast")
+        return portable(self, "_built")
 
     # One step ---------------------------------------------------------------------------------------------------------
 
@@ -318,98 +297,99 @@ class GSpaceOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Inside of `torch.compile` it is a call from the graph: there is nothing to gain in it."""
-        result = _uncompiled(self, closure) if torch.compiler.is_compiling() else self._step(closure)
-        self._begun = True
-        return result
+        return _uncompiled(self, closure) if torch.compiler.is_compiling() else self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        raise NotImplementedError
-
-    def _begin(self, closure: Callable[[], Any] | None) -> Any:
-        """What comes before every step: the closure, and whether it may be taken."""
         loss = loss_of(closure)
         if not capturing():
-            self._check()
-            self._refuse_non_finite()
+            self._held.require_same(type(self).__name__)
+        self._take(self._current())
         return loss
 
-    def _read(self) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
-        """Weights that touch units and their gradients (a missing one is 0), at least in float32; None: no gradient."""
-        if all(w.grad is None for w in self._weights):
-            return None
-        for layer, w in zip(self._layers, self._weights, strict=True):
+    def _take(self, built: Built) -> None:
+        """A step in torch's operations."""
+        if not capturing():
+            require_finite_gradients(self.model, self._parameters())
+        weights = built.weights
+        if all(w.grad is None for w in weights):
+            self._move(built, None, None)
+            return
+        for layer, w in zip(built.plan.layers, weights, strict=True):
             if w.grad is not None and w.grad.is_sparse:
                 raise RuntimeError(
                     f"{layer.edges.name} has a sparse gradient: G-space mixes all of its entries; use dense ones"
                 )
-        grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in self._weights]
-        if not self._narrow:
-            return self._weights, grads
-        return [wide(w) for w in self._weights], [wide(g) for g in grads]
+        grads = [wide(torch.zeros_like(w) if w.grad is None else w.grad) for w in weights]
+        now = [wide(w) for w in weights]
+        at = self._measured(built)
+        if not capturing():
+            self._require_paths(at, weights)
+        shown, path_grads = self._canvas(built)
+        if self.batch_norm == "exact":
+            gauge = at.incoming.abs()
+            exact.show(built.plan, built.masks, gauge, now, grads, shown, path_grads)
+            self._move(built, shown, path_grads)
+            exact.allocate(built.plan, built.masks, gauge, now, shown)
+        else:
+            eager.show(built.plan, self._rules(), at, now, grads, shown, path_grads)
+            self._move(built, shown, path_grads)
+            ratio, raw = eager.allocate(built.plan, self._rules(), at, now, shown)
+            built.last[0].copy_(ratio)
+            built.last[1].copy_(raw)
+        for w, new in zip(weights, now, strict=True):
+            if new is not w:
+                w.copy_(new)
 
-    def _refuse_non_finite(self) -> None:
-        grads = [
-            (p, p.grad._values() if p.grad.is_sparse else p.grad) for p in self._parameters() if p.grad is not None
-        ]
-        if not grads or any(g.device.type != "cpu" for _, g in grads):
-            return
-        # A sum is finite only if every term is; if it is not, it may have overflowed.
-        if bool(torch.stack([g.sum().abs().float() for _, g in grads]).isfinite().all()):
-            return
-        bad = next((p for p, g in grads if not bool(g.isfinite().all())), None)
-        if bad is not None:
-            name = next(name for name, p in self.model.named_parameters() if p is bad)
-            raise RuntimeError(f"the gradient of {name} is not finite; no weight and no state was changed")
+    def _rules(self) -> Rules:
+        return Rules(self.batch_norm, self.allocation, self.max_ratio, self.max_drift)
 
-    def _inverses(self, layer: Layer, view: Tensor) -> Tensor:
-        """1/(Ĩ(tail)·Õ(head)), to broadcast against the view."""
-        return layer.columns(self.incoming.reciprocal(), view) * layer.rows(self.outgoing.reciprocal(), view)
+    def _require_paths(self, at: Coordinates, weights: Iterable[Tensor]) -> None:
+        """On a CPU; a network that has diverged is left to itself, as it may be one of several side by side."""
+        value = at.incoming * at.outgoing
+        if value.device.type == "cpu" and bool((value == 0).any()) and all(bool(w.isfinite().all()) for w in weights):
+            raise RuntimeError(
+                f"weights were changed so that a path value of {type(self).__name__} is 0: "
+                "rechoose() takes other skeleton weights"
+            )
 
-    def _root_path_grads(self, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
-        """∂ℓ/∂v of the trained skeleton paths, `(H + 1,)`, by the inverse chain rule."""
-        sums = algorithm.flow(self._layers, weights, grads, self.incoming, self.batch_norm)
-        q = algorithm.inverse_chain_rule(sums, self._root)
-        norms = algorithm.root_norms(self._layers, weights, self.incoming, self.batch_norm)
-        return q / norms / (self.incoming * self.outgoing)
+    def _canvas(self, built: Built) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Tensors like the weights, for v and ∂ℓ/∂v."""
+        raise NotImplementedError
 
-    def _spread_ratios(self, ratio: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
-        """R of every unit from R of the roots, and the scales c that spread it (ones where free weights stay fixed)."""
-        self._last[0].copy_(ratio)
-        self._last[1].copy_(raw)
-        every = ratio[self._root]
-        spread = every.abs().rsqrt() if self.allocation == "spread" else torch.ones_like(every)
-        return every, spread
-
-    def _write(self, layer: Layer, parameter: Tensor, weight: Tensor, entries: Tensor) -> None:
-        """Puts the new weights and their skeleton entries into the parameter; `weight` is what `_read` gave."""
-        weight[layer.entries] = entries
-        if weight is not parameter:
-            parameter.copy_(weight)
-
-    def _advance(self, every: Tensor, spread: Tensor) -> None:
-        self.incoming.mul_(every * spread)
-        self.outgoing.div_(spread)
-        self._mark()
+    def _move(self, built: Built, shown: Sequence[Tensor] | None, path_grads: Sequence[Tensor] | None) -> None:
+        """What the optimizer does to path values (None: no gradient has come), in place, and to other parameters."""
+        raise NotImplementedError
 
     def statistics(self) -> dict[str, Any]:
         """The last step: quantiles of the path ratios, how many were clipped, path values and learning rates per unit.
 
         Computed when called; a step only keeps two unit vectors for it. Before the first step every ratio is 1.
+        `unused` are the units that stay outside of G-space, with the reason.
         """
-        ratio, raw = self._last
-        roots = self.skeleton.roots.to(self._root.device)
-        value = (self.incoming * self.outgoing)[1:]
+        built = self._look()
+        ratio, raw = built.last
+        skeleton = built.chosen.skeleton
+        roots = skeleton.roots.to(ratio.device)
+        at = self._measured(built)
+        value = (at.incoming * at.outgoing)[1:]
         here: dict[str, Any] = {"dtype": torch.float64, "device": value.device}
         rates = [torch.as_tensor(group["lr"], **here).reshape(()) for group in self.param_groups]
-        at = torch.tensor([0.0, 0.05, 0.5, 0.95, 1.0], dtype=ratio.dtype, device=ratio.device)
-        quantiles = ratio[roots].quantile(at).tolist() if len(roots) else []
+        levels = torch.tensor([0.0, 0.05, 0.5, 0.95, 1.0], dtype=ratio.dtype, device=ratio.device)
+        quantiles = ratio[roots].quantile(levels).tolist() if len(roots) else []
         return {
-            "ratio_quantiles": dict(zip(at.tolist(), quantiles, strict=False)),
+            "ratio_quantiles": dict(zip(levels.tolist(), quantiles, strict=False)),
             "clipped": int((ratio != raw)[roots].sum()),
             "roots": len(roots),
             "path_value": value,
-            "effective_lr": torch.stack(rates)[self._unit_group[self._root][1:]] / value.double().square(),
+            "effective_lr": torch.stack(rates)[built.unit_group[built.plan.root][1:]] / value.double().square(),
+            "unused": self._unused or skeleton.unused or _left_out(self._view.H_paper - skeleton.H),
         }
+
+
+def _left_out(count: int) -> tuple[str, ...]:
+    return (f"{count} units were left out when the skeleton was chosen, or touch a layer that is frozen now",) * (
+        count > 0
+    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -420,8 +400,3 @@ def _uncompiled(optimizer: GSpaceOptimizer, closure: Callable[[], Any] | None) -
 def capturing() -> bool:
     """Whether a CUDA graph is being recorded: nothing may be read from the device then."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def wide(x: Tensor) -> Tensor:
-    """At least float32: a ratio near 1 has no place in 16 bits."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -6,56 +6,22 @@ The third control, SGD from the skeleton initialisation, is `init_skeleton_(mode
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace import saved
-from gspace.analysis import Analysis, Residual
+from gspace import choice
+from gspace.analysis import Analysis, Inputs, Residual, analyzed
 from gspace.arguments import analyze_options, require_model, require_numbers, require_own
-from gspace.analysis import analyzed
-from gspace.analysis import Inputs, unwrap
+from gspace.held import Held, State, load_whole, portable, require_finite_gradients
 from gspace.hooks import loss_of
 from gspace.optim import plain_sgd
-from gspace.pathrules import Power, power
-from gspace.pathsum import PathGraph, as_input_of, path_graph
-from gspace.reference import choose_skeleton
-from gspace.step import Number, plan
-from gspace.watch import fingerprint
-
-
-def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """κ_e = ∂(Σ_paths v²)/∂(w_e²) of every entry of `parameters`, by one forward and one backward pass of one sample.
-
-    κ_e is the sum, over the paths through e, of the squared products of their other weights; a weight that occurs on a
-    path several times (convolution, weight sharing) counts once per occurrence. None for a parameter on no path.
-    """
-    if not parameters:
-        return []
-    leaves, powers = [], {}
-    exact = torch.autocast(parameters[0].device.type, enabled=False)
-    with torch.inference_mode(False), torch.enable_grad(), exact:
-        for p in parameters:
-            scaled = power(p.detach().to(torch.promote_types(p.dtype, torch.float32)), 2)
-            leaves.append(Power(scaled.values.requires_grad_(), scaled.exponent, activation=False))
-            powers[id(p)] = leaves[-1]
-        total = graph.sum(2, powers)
-        grads = torch.autograd.grad(total.values, [leaf.values for leaf in leaves], allow_unused=True)
-    return [
-        None if grad is None else torch.ldexp(grad.double(), total.exponent - leaf.exponent)
-        for grad, leaf in zip(grads, leaves, strict=True)
-    ]
-
-
-def _narrowed(kappa: Tensor, dtype: torch.dtype) -> Tensor:
-    """κ in float32 if all of it has its digits there; it is a sum of squares, and may not. A GPU is not asked."""
-    if dtype == torch.float64 or kappa.device.type != "cpu" or not kappa.numel():
-        return kappa
-    limits = torch.finfo(torch.float32)
-    least, most = torch.where(kappa > 0, kappa, 1).aminmax()
-    return kappa.float() if float(least) >= limits.tiny and float(most) <= limits.max else kappa
+from gspace.pathsum import as_input_of, path_graph, path_kappa
+from gspace.skeleton import Skeleton
+from gspace.step import Number, layers_of
 
 
 class PathSGD(Optimizer):
@@ -76,11 +42,11 @@ class PathSGD(Optimizer):
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         interval: κ is computed every `interval` steps. The scales do not change in between, so the update still
             commutes with them. Captured in a CUDA graph, every replay does what the captured step did.
-        example_input: A batch the model accepts; not needed if the model begins with a linear layer on vectors.
+        example_input: A batch the model accepts; without one, inputs are guessed as in `analyze`.
         analysis: The result of `analyze(model)`.
 
     Raises:
-        PathError: The model has no path norm (`pathrules.py`). BatchNorm counts as the affine map of evaluation mode.
+        PathError: The model has no path norm. BatchNorm counts as the affine map of evaluation mode.
     """
 
     def __init__(
@@ -116,19 +82,19 @@ class PathSGD(Optimizer):
         # torch's own constructor checks what it shares with us.
         torch.optim.SGD([torch.zeros(1, device="cpu")], **options)
         require_numbers(options)
-        self.model, self.interval = model, interval
+        self.model, self.interval, self._held = model, interval, Held(model)
         self._edges: list[Tensor] = []
         super().__init__(list(model.parameters()) if params is None else params, {**options, "steps": 0})
         self.graph = path_graph(model, example_input)
         alike = as_input_of(model, example_input)
         found = analyzed(model, analysis, {} if alike is None or analysis is not None else {"example_input": alike})
-        edges = {e.name for e in found.edges}
-        self._edges = [p for name, p in model.named_parameters() if name in edges]
+        edges, slopes = {e.name for e in found.edges}, {id(p) for p in self.graph.slopes()}
+        self._edges = [p for name, p in model.named_parameters() if name in edges and id(p) not in slopes]
         trained = self._trained()  # what cannot be summed is refused here, not at the first step
         self._leave_out([p for p, k in zip(trained, path_kappa(self.graph, trained), strict=True) if k is None])
 
     def __getstate__(self) -> dict[str, Any]:
-        return saved.portable(self)
+        return portable(self)
 
     def _leave_out(self, unreached: Sequence[Tensor]) -> None:
         """Parameters that evaluation mode does not run, such as those of an auxiliary head, have no κ."""
@@ -150,29 +116,18 @@ class PathSGD(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch does, but κ keeps the precision it was saved in."""
-        found: list[dict[str, Any]] = []
-
-        def take(state: dict[str, Any]) -> dict[str, Any]:
-            if any("steps" not in group for group in state["param_groups"]):
-                raise ValueError("this is the state of another optimizer, not of PathSGD")
-            found.append(state)
-            return state
-
-        def keep() -> None:
-            theirs = (i for group in found[0]["param_groups"] for i in group["params"])
-            mine = (p for group in self.param_groups for p in group["params"])
-            for i, p in zip(theirs, mine, strict=True):
-                kappa = found[0]["state"].get(i, {}).get("kappa")
-                if kappa is not None:
-                    self.state[p]["kappa"] = kappa.to(p.device, copy=True)
-
-        saved.load(self, super().load_state_dict, state_dict, take, keep)
+        load_whole(self, super().load_state_dict, state_dict, _require_steps, exact=("kappa",))
 
     def _trained(self) -> list[Tensor]:
         """The edges of the network among the parameters."""
         edges = {id(p) for p in self._edges}
         mine = (p for group in self.param_groups for p in group["params"])
         return [p for p in mine if p.requires_grad and id(p) in edges]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _check(self) -> None:
+        self._held.require_same(type(self).__name__)
+        require_finite_gradients(self.model, (p for group in self.param_groups for p in group["params"]))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # which step it is, is no part of a compiled step
     def _refresh(self) -> None:
@@ -184,13 +139,14 @@ class PathSGD(Optimizer):
             self._leave_out([p for p, kappa in found if kappa is None])
             for p, kappa in found:
                 if kappa is not None:
-                    self.state[p]["kappa"] = _narrowed(kappa, p.dtype)
+                    self.state[p]["kappa"] = kappa
         for group in self.param_groups:
             group["steps"] += 1
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
+        self._check()
         self._refresh()
         for group in self.param_groups:
             self._step_group(group)
@@ -213,11 +169,16 @@ class PathSGD(Optimizer):
         plain_sgd(group, self.state, active, directions)
 
 
+def _require_steps(state: State) -> None:
+    if any("steps" not in group for group in state["param_groups"]):
+        raise ValueError("this is the state of another optimizer, not of PathSGD")
+
+
 class FrozenSkeletonSGD(torch.optim.SGD):
     """`torch.optim.SGD` that never changes the free skeleton weights: G-SGD's control without its geometry.
 
     They are put back after every step, so momentum and weight decay do not reach them either. Which ones they are is
-    chosen at the start, and again before the first step if other weights were loaded by then.
+    chosen at the first step whose rate is not 0, as for GSGD, and kept in the state.
 
     Args:
         model: The model, not its parameters.
@@ -227,7 +188,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         lr, options: As in `torch.optim.SGD`.
     """
 
-    _begun = True  # a step was taken, or a state loaded
+    _free: tuple[list[Tensor | None], list[tuple[Tensor, tuple[Tensor, ...]]]] | None = None
 
     def __init__(
         self,
@@ -243,80 +204,70 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     ) -> None:
         require_model(model)
         super().__init__(list(model.parameters()) if params is None else params, lr, **options)
-        self.model, self.analysis = model, analyzed(model, analysis, analyze_options(example_input, residual, pin), "pin")
-        self._choose()
-        self._begun = False
-
-    def _choose(self) -> None:
-        """The free skeleton weights of the network as it is now, `(weight, indices)` by the name of the parameter."""
-        weights = dict(self.model.named_parameters())
-        mine = [p for group in self.param_groups for p in group["params"]]
-        _, self.skeleton = choose_skeleton(self.model, self.analysis, None, mine)
-        name_of = {id(p): name for name, p in self._named().items()}
-        self._free: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = {}
-        for layer in plan(self.skeleton, weights):
-            weight = weights[layer.edges.name]
-            self._free[name_of[id(weight)]] = weight, tuple(i[layer.free > 0] for i in layer.entries)
-        self._seen = fingerprint(weights.values())
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin(self) -> None:
-        """Before the first step: other weights than those it was made with have another skeleton."""
-        if self._seen != fingerprint(self.model.parameters()):
-            self._choose()
-        self._begun = True
-
-    def _named(self) -> dict[str, Tensor]:
-        """Parameters under the names they have without `DataParallel`, `torch.compile` and the like around them."""
-        return dict(unwrap(self.model).named_parameters())
+        self.model, self._held = model, Held(model)
+        self.analysis = analyzed(model, analysis, analyze_options(example_input, residual, pin), "pin")
 
     def __getstate__(self) -> dict[str, Any]:
-        return saved.portable(self)
+        return portable(self, "_free")
 
-    def state_dict(self) -> dict[str, Any]:
-        frozen = {name: entries for name, (_, entries) in self._free.items()}
-        shapes = {name: tuple(weight.shape) for name, (weight, _) in self._free.items()}
-        return saved.save(self, super().state_dict, {"frozen": frozen, "shapes": shapes})
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def rechoose(self) -> None:
+        """Chooses the skeleton in the weights of now."""
+        self._choose(final=True)
+
+    def _choose(self, *, final: bool) -> choice.Chosen:
+        chosen = choice.choose(self.model, self.analysis, None, self._parameters(), final=final)
+        choice.put(chosen, self.model, self.analysis, self.state, self._parameters())
+        if final:
+            choice.warn_of_unused(chosen.skeleton, type(self).__name__, stacklevel=4)
+        return chosen
+
+    def _chosen(self) -> choice.Chosen | None:
+        return choice.read(self.model, self.analysis, self.state, dict(self.model.named_parameters()))
+
+    @property
+    def skeleton(self) -> Skeleton:
+        """The skeleton; before the first step, what would be chosen now."""
+        chosen = self._chosen() or choice.choose(self.model, self.analysis, None, self._parameters())
+        return chosen.skeleton
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        found: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = {}
-        weights = self._named()
+        load_whole(self, super().load_state_dict, state_dict, self._loaded)
 
-        def take(state: dict[str, Any]) -> dict[str, Any]:
-            if "frozen" not in state:
-                raise ValueError("this is the state of another optimizer, not of FrozenSkeletonSGD")
-            for name, entries in state["frozen"].items():
-                here = next((n for n in (name, _bare(name)) if n in weights), None)
-                if here is None:
-                    raise ValueError(f"this state belongs to another network: it freezes {name}, which is not here")
-                if state.get("shapes", {}).get(name, weights[here].shape) != weights[here].shape:  # at first none
-                    raise ValueError("this state belongs to another network: its layers have other sizes")
-                entries = tuple(entries)
-                saved.require(len(entries) == weights[here].dim(), f"it freezes no single weights of {name}")
-                torch.empty(weights[here].shape, device="cpu")[tuple(i.cpu() for i in entries)]  # those are there
-                found[here] = weights[here], entries
-            return {key: value for key, value in state.items() if key not in ("frozen", "shapes")}
+    def _loaded(self, state_dict: State) -> None:
+        if self._chosen() is None and any(self.state.values()):
+            raise ValueError("this is the state of another optimizer, not of FrozenSkeletonSGD: it has no skeleton")
 
-        def keep() -> None:
-            self._free, self._begun = found, True
-
-        saved.load(self, super().load_state_dict, state_dict, take, keep)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _frozen(self) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Parameters with free skeleton weights, and where those are; kept as long as the state is."""
+        self._held.require_same(type(self).__name__)
+        require_finite_gradients(self.model, self._parameters())
+        tables = [choice.kept(self.state, p) for p in self._parameters()]
+        if self._free is not None and len(tables) == len(self._free[0]):
+            here = (weight.device == entries[0].device for weight, entries in self._free[1])
+            if all(map(is_, tables, self._free[0])) and all(here):
+                return self._free[1]
+        chosen, moving = self._chosen(), any(bool(group["lr"] != 0) for group in self.param_groups)
+        if chosen is None or (moving and not chosen.final):
+            chosen = self._choose(final=moving)
+        weights = dict(self.model.named_parameters())
+        found: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        for layer in layers_of(chosen.skeleton, weights):
+            if bool(layer.free.any()):
+                found.append((weights[layer.edges.name], tuple(i[layer.free > 0] for i in layer.entries)))
+        if chosen.final:
+            self._free = [choice.kept(self.state, p) for p in self._parameters()], found
+        return found
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
-        if not self._begun:
-            self._begin()
-        places = [(weight, tuple(i.to(weight.device) for i in entries)) for weight, entries in self._free.values()]
+        places = self._frozen()
         before = [weight[entries] for weight, entries in places]
         inspect.unwrap(torch.optim.SGD.step)(self)  # hooks run around this step, not within it
         for (weight, entries), value in zip(places, before, strict=True):
             weight[entries] = value
         return loss
-
-
-def _bare(name: str) -> str:
-    """The name of a parameter without those of wrappers, which states once had."""
-    while name.startswith(("module.", "_orig_mod.")):
-        name = name.partition(".")[2]
-    return name

@@ -19,13 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Edges
+from gspace.analysis import Analysis, Edges, analyzed
+from gspace.analysis.assemble import plain
 from gspace.arguments import require_one_of
 from gspace.devices import on_cpu
-from gspace.analysis import analyzed
 from gspace.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
 from gspace.skeleton import Skeleton, build_skeleton, connected
-from gspace.step import Layer, allocate_skeleton, allocate_weights, plan
+from gspace.step import Layer, allocate_skeleton, allocate_weights, layers_of
 
 View = Literal["transparent", "exact"]
 
@@ -94,7 +94,7 @@ def coordinates(
     skeleton = build_skeleton(model, found, choice=CHOICE[reference])
     weights = dict(model.named_parameters())
     reference_in, reference_out = measure_reference(skeleton, found, weights, reference)
-    layers = tuple(plan(skeleton, weights))
+    layers = tuple(layers_of(skeleton, weights))
     inside = {layer.edges.name for layer in layers}
     others = tuple(name for name, p in weights.items() if p.requires_grad and name not in inside)
     roots = skeleton.roots.to(reference_in[0].device)
@@ -126,7 +126,7 @@ def _exact(found: Analysis) -> Analysis:
         return replace(e, head=e.head * ((e.head <= found.H) | ~head), tail=e.tail * ((e.tail <= found.H) | ~tail))
 
     total = found.H if bool(live.all()) else found.H + found.H_absorbed
-    return replace(found, transparent=tuple(map(relabelled, found.edges)), H_paper=total)
+    return replace(found, transparent=tuple(map(relabelled, plain(found.edges, found.forms))), H_paper=total)
 
 
 def _products(at: Coordinates, weights: Mapping[str, Tensor]) -> Products:
@@ -182,10 +182,9 @@ def displaced(at: Coordinates, weights: Mapping[str, Tensor], change: PathValues
         weight = weights[layer.edges.name]
         view = layer.edges.view(weight)
         here, ones = every.to(weight.device), spread.to(weight.device)
-        inverse = 1 / _factor(layer, view, into, out)
+        change_w = change.edges[layer.edges.name] / _factor(layer, view, into, out)
         full = torch.zeros_like(weight)
-        moved = allocate_weights(layer, view, -change.edges[layer.edges.name], inverse, here, ones, 1)
-        layer.edges.view(full).copy_(moved)
+        layer.edges.view(full).copy_(allocate_weights(layer, view, change_w, ones, ones, here, ones))
         entries = allocate_skeleton(layer, weight[layer.entries], here, ones)
         result[layer.edges.name] = full.index_put(layer.entries, entries)
     return result

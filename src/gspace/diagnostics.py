@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis
+from gspace.analysis import Analysis, analyzed
 from gspace.balance import squares
 from gspace.coordinates import Coordinates, coordinates, path_values
-from gspace.analysis import analyzed
 from gspace.scaling import Scales, random_scales, rescale_
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]

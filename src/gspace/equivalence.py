@@ -1,17 +1,14 @@
 """Are two networks one point of weight space modulo 𝒢? (Theorem 3.3 of the paper, by constructing the scales.)"""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Edges, magnitude
-from gspace.balance import balanced_log_scales
+from gspace.analysis import Analysis, Edges, analyzed, magnitude
 from gspace.devices import on_cpu
-from gspace.analysis import analyzed
-from gspace.scaling import Scales
+from gspace.scaling import Scales, balanced
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,10 @@ def are_equivalent(
             return Equivalence(
                 False, f"{name} has shape {tuple(a[name].shape)} in one and {tuple(b[name].shape)} in the other"
             )
-    n = 1 + found.H + found.H_absorbed
-    log = _solve(found.edges, a, b, n)
+    units = _solve(found, a, b)
     if not absorbed:
-        log[1 + found.H :] = 0
-    c, balance = log.exp(), _balance(found.edges, b, n)
+        units[1 + found.H :] = 0
+    c, balance = found.log_scales(units).exp(), _balance(found, b)
     factors = {e.name: (e, _factor(e, c), _factor(e, balance)) for e in found.edges}
     powers = {s.name: c[s.unit] ** s.power for s in found.statistics}
     for name in a:
@@ -69,7 +65,7 @@ def are_equivalent(
         size = y.abs()
         if name in factors:
             e, factor, share = factors[name]
-            x, y = e.view(x), e.view(y)
+            x, y = e.view(x) + e.shift, e.view(y) + e.shift
             factor, share = (f.reshape(*f.shape, *[1] * (x.dim() - 3)) for f in (factor, share))
             x = x * factor
             size = (y * share).abs().amax() / share if y.numel() else y.abs()
@@ -83,7 +79,7 @@ def are_equivalent(
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             return Equivalence(False, _difference(name, at, x[tuple(at)], y[tuple(at)]))
-    return Equivalence(True, "every weight agrees", Scales(c[1:]))
+    return Equivalence(True, "every weight agrees", Scales(units[1:].exp()))
 
 
 def _comparable(x: Tensor) -> Tensor:
@@ -116,23 +112,24 @@ def _factor(e: Edges, c: Tensor) -> Tensor:
     return c[e.head][:, :, None] / c[e.tail][:, None, :]
 
 
-def _balance(edges: Sequence[Edges], weights: dict[str, Tensor], n: int) -> Tensor:
-    """Scales of the balanced representative, `(n,)`; 1 where there is none, because weights are not finite."""
-    sizes = {e.name: magnitude(weights[e.name].detach()).cpu() for e in edges}
-    if not all(bool(w.isfinite().all()) for w in sizes.values()):
-        return torch.ones(n, dtype=torch.float64, device="cpu")
-    return balanced_log_scales(edges, sizes, n).exp()
+def _balance(found: Analysis, weights: dict[str, Tensor]) -> Tensor:
+    """Scales of the balanced representative, for all ids; 1 where there is none, because weights are not finite."""
+    sizes = {e.name: magnitude(weights[e.name].detach()).cpu() for e in found.edges}
+    if all(bool(w.isfinite().all()) for w in sizes.values()):
+        return found.log_scales(balanced(found, sizes)).exp()
+    return found.log_scales(torch.zeros(1 + found.H + found.H_absorbed, dtype=torch.float64, device="cpu")).exp()
 
 
 @on_cpu
-def _solve(edges: Sequence[Edges], a: dict[str, Tensor], b: dict[str, Tensor], n: int) -> Tensor:
-    """log c with log c[head] − log c[tail] = log|w_b/w_a|, spread from ground; 0 for units no weight reaches."""
-    log = torch.zeros(n, dtype=torch.float64)
-    known = torch.zeros(n, dtype=torch.bool)
+def _solve(found: Analysis, a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
+    """log c of ground and units, x[head] − x[tail] = log|w_b/w_a|, spread from ground; 0 where no weight reaches."""
+    n = 1 + found.H + found.H_absorbed
+    log = found.log_scales(torch.zeros(n, dtype=torch.float64))
+    known = torch.zeros(len(log), dtype=torch.bool)
     known[0] = True
     links = []
-    for e in (e for e in edges if e.head.numel() and e.tail.numel()):
-        wa, wb = (magnitude(e.view(x[e.name].detach()).cpu()) for x in (a, b))
+    for e in (e for e in found.edges if e.head.numel() and e.tail.numel()):
+        wa, wb = (magnitude(e.view(x[e.name].detach()).cpu() + e.shift) for x in (a, b))
         size, tap = (wa * (wb > 0)).reshape(*wa.shape[:3], -1).max(3)
         ratio = (wb / wa).reshape(*wa.shape[:3], -1).gather(3, tap[..., None])[..., 0].log()
         links.append((e.head, e.tail, size, ratio))
@@ -148,7 +145,17 @@ def _solve(edges: Sequence[Edges], a: dict[str, Tensor], b: dict[str, Tensor], n
                 new = (best > 0) & ~known[target]
                 log[target[new]] = value[new]
                 known[target[new]] = True
+        for node, form in found.forms.items():
+            missing = [(u, float(c)) for u, c in form if not known[u]]
+            sum_of_known = sum(float(c) * log[u] for u, c in form if known[u])
+            if known[node] and len(missing) == 1:
+                ((u, c),) = missing
+                log[u] = (log[node] - sum_of_known) / c
+                known[u] = True
+            elif not known[node] and not missing:
+                log[node] = sum_of_known
+                known[node] = True
         if int(known.sum()) == before:
-            if bool(known.all()):
-                return log
-            known[int((~known).nonzero()[0])] = True  # a part that no weight joins to ground: its scale is free
+            if bool(known[:n].all()):
+                return log[:n]
+            known[int((~known[:n]).nonzero()[0])] = True  # a part that no weight joins to ground: its scale is free

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gspace.coordinates import Coordinates, PathValues, coordinates, path_values
 from gspace.analysis import Inputs
+from gspace.coordinates import Coordinates, PathValues, coordinates, path_values
 from gspace.pathsum import PathGraph, path_graph
 from gspace.reference import Reference
 
@@ -48,16 +48,17 @@ class PathNorm:
 def path_norm(
     model: nn.Module, p: float = 2, *, example_input: Inputs | None = None, graph: PathGraph | None = None
 ) -> PathNorm:
-    """φ_p of `model` in evaluation mode, by one forward pass of one sample (`pathrules.py` says what counts as a path).
+    """φ_p of `model` in evaluation mode, by one pass of one sample (what is a path: `analysis/pathrules.py`).
 
     Args:
         model: Any module whose operations are positively homogeneous.
         p: At least 1, finite.
-        example_input: A batch the model accepts; not needed if the model begins with a linear layer on vectors.
-        graph: The result of `path_graph(model)`, to save tracing when called at every step.
+        example_input: A batch the model accepts; the norm is that of a sample of its size. Without one, inputs are
+            guessed as in `analyze`.
+        graph: The result of `path_graph(model)`, to save the run when called at every step.
 
     Raises:
-        PathError: An operation has no path sum (ReLU6, softmax, a product of activations …), or the size is not known.
+        PathError: An operation has no path sum (ReLU6, softmax, a product of activations …).
 
     >>> net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
     >>> with torch.no_grad():
@@ -69,7 +70,9 @@ def path_norm(
     if not 1 <= p < math.inf:
         raise ValueError(f"p must be finite and at least 1, got {p}")
     total = (graph if graph is not None else path_graph(model, example_input)).sum(p)
-    return PathNorm((total.values.log() + total.exponent * math.log(2)) / p, p)
+    log = total.values.log() if total.exponent is None else total.values.log() + total.exponent * math.log(2)
+    wide = any(t.dtype in (torch.float64, torch.complex128) for t in model.parameters())
+    return PathNorm((log / p).to(torch.float64 if wide else torch.float32), p)
 
 
 def _norm_of(values: PathValues, order: float) -> Tensor:

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from gspace import fast, saved
-from gspace import step as algorithm
-from gspace.analysis import Analysis, Residual
+from gspace import fast
+from gspace.analysis import Analysis, Inputs, Residual
 from gspace.arguments import number
-from gspace.base import Allocation, GSpaceOptimizer
-from gspace.analysis import Inputs
+from gspace.base import Built, GSpaceOptimizer, capturing
+from gspace.eager import Allocation, wide
+from gspace.fast.network import Network, Outcome, Task
+from gspace.fast.tables import Tile
+from gspace.held import portable, require_finite_gradients
 from gspace.reference import Reference
-from gspace.skeleton import Skeleton
-from gspace.step import BatchNormRule, Layer, Number
+from gspace.step import BatchNormRule, Number
 
 
 class GSGD(GSpaceOptimizer):
@@ -27,24 +28,26 @@ class GSGD(GSpaceOptimizer):
     weight decay (½λΣv² over basis paths with a non-skeleton weight) act on path values. Parameters that touch no unit
     get plain SGD; a model without units gives exactly `torch.optim.SGD`.
 
-    A missing gradient counts as 0: the weight still follows the paths in front of it. Without any gradient a step does
-    nothing. A unit that touches a frozen parameter is not used; freezing or unfreezing one later is noticed. Weights
-    that others write are measured before the next step (a write into `p.data` is the one that cannot be noticed); a
-    module or parameter that is replaced is refused. bfloat16 and float16 parameters are updated in float32 and rounded,
-    and their coordinates measured at every step; what is smaller than their rounding is lost, as in `torch.optim.SGD`.
-    Float32 parameters under autocast lose nothing and are faster.
+    The skeleton is chosen at the first step whose rate is not 0, in the weights of that moment, and kept in the state.
+    Everything else follows from the weights, at every step: they may be loaded, moved, averaged or rescaled by anybody
+    at any time. A module or parameter that is replaced is refused. Units that touch a frozen parameter are not used; a
+    layer that is thawed or added after the first step is trained in plain coordinates until `rechoose()`. A missing
+    gradient counts as 0: the weight still follows the paths in front of it. Without any gradient a step does nothing.
+    bfloat16 and float16 parameters are updated in float32 and rounded; what is smaller than their rounding is lost, as
+    in `torch.optim.SGD`. Float32 parameters under autocast lose nothing and are faster.
 
     Args:
         model: The model, not its parameters.
         lr, momentum, dampening, nesterov, weight_decay, maximize: As in `torch.optim.SGD`. A step can be captured in a
-            CUDA graph without further ado; with lr in a tensor on the device, replays follow it.
+            CUDA graph after one that was not; with lr in a tensor on the device, replays follow it.
         foreach, fused: As in `torch.optim.SGD`: None takes the fastest way there is (`fast/`), `fused=True` insists
-            on kernels, Triton's on a GPU and compiled C on a CPU, `foreach=False` takes one weight after the other.
+            on kernels, Triton's on a GPU and compiled C on a CPU; `foreach` takes torch's operations.
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         reference: "one" (the paper's v) or "balanced". None: "one" if every free skeleton weight is ±1, as
             `init_skeleton_` leaves it, and no path value is farther from it than a factor of 2. A rescaling changes
             that: say which to compare rescaled networks.
-        batch_norm: Rule for rows before a BatchNorm, "released" (the authors' code) or "paper".
+        batch_norm: Rule for rows before a BatchNorm: "released" (the authors' code), "paper", or "exact", where neither
+            the scale of a unit nor that of such a row matters (`exact.py`; γ stands still there, on purpose).
         residual, pin, example_input, analysis: See `analyze`.
         max_ratio: Bound on the ratio by which a trained skeleton path changes in one step.
         max_drift: Bound on its value over training.
@@ -52,6 +55,9 @@ class GSGD(GSpaceOptimizer):
             touch units. The others (output biases, pinned layers) are neither measured nor clipped.
         allocation: "fixed" never changes free skeleton weights; "spread" shares each ratio between both sides.
     """
+
+    _way: "fast.Bound | str | None" = None  # what takes the steps, or why torch's operations do
+    _wayfor: Any = None  # what that was found for
 
     def __init__(
         self,
@@ -84,15 +90,14 @@ class GSGD(GSpaceOptimizer):
         if limit is not None and not limit > 0:
             raise ValueError(f"max_path_grad_norm must be positive, got {max_path_grad_norm!r}")
         self.max_path_grad_norm = limit
+        self._skips_told = 0  # steps not taken that the user knows of
         defaults = {
             "lr": lr,
             "momentum": momentum,
             "dampening": dampening,
             "nesterov": nesterov,
             "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
+            **shared,
         }
         super().__init__(
             model,
@@ -109,32 +114,14 @@ class GSGD(GSpaceOptimizer):
             allocation=allocation,
         )
 
-    def _adopt(self, reference: Reference, skeleton: Skeleton) -> None:
-        super()._adopt(reference, skeleton)
-        self._told = 0  # steps not taken that the user knows of
-        self._root_state: dict[str, Tensor] = {}  # as `state` for a parameter, for the trained skeleton paths
-
-    def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "root_state": dict(self._root_state)}  # momentum that comes later is not in it
-
-    def _saved_skeleton(self, own: Mapping[str, Any]) -> Skeleton:
-        skeleton = super()._saved_skeleton(own)
-        saved.require_units(skeleton.H + 1, "momentum of its skeleton paths", *own["root_state"].values())
-        return skeleton
-
-    def _load_own_state(self, own: Mapping[str, Any]) -> None:
-        super()._load_own_state(own)
-        self._root_state = {key: value.to(self.incoming, copy=True) for key, value in own["root_state"].items()}
-
-    def _move_state(self) -> None:
-        super()._move_state()
-        self._root_state = {key: value.to(self.incoming) for key, value in self._root_state.items()}
+    def __getstate__(self) -> dict[str, Any]:
+        return portable(self, "_built", "_way", "_wayfor")
 
     def state_dict(self) -> dict[str, Any]:
-        skipped = fast.skipped_steps(self)
-        if skipped not in (0, self._told):
+        skipped = self._skipped()
+        if skipped not in (0, self._skips_told):
             warnings.warn(f"{skipped} steps were not taken: a gradient was not finite", RuntimeWarning, stacklevel=2)
-            self._told = skipped
+            self._skips_told = skipped
         return super().state_dict()
 
     def statistics(self) -> dict[str, Any]:
@@ -142,116 +129,105 @@ class GSGD(GSpaceOptimizer):
 
         A step is skipped because a gradient is not finite.
         """
-        return {**super().statistics(), "way": fast.name(self), "skipped": fast.skipped_steps(self)}
+        way = self._way
+        name = type(way.way).__name__ if isinstance(way, fast.Bound) else way and f"torch's operations: {way}"
+        return {**super().statistics(), "way": name or "", "skipped": self._skipped()}
 
-    def _per_unit(self, key: str) -> Any:
-        """A hyper-parameter for every root: a number, or a unit vector where groups differ."""
-        values = [group[key] for group in self.param_groups]
-        if all(value is values[0] or (not isinstance(value, Tensor) and value == values[0]) for value in values):
-            return values[0]
-        dtype, device = self.incoming.dtype, self.incoming.device
-        stacked = torch.stack([torch.as_tensor(v, dtype=dtype, device=device).reshape(()) for v in values])
-        return stacked[self._unit_group]
+    def _skipped(self) -> int:
+        return self._way.skipped() if isinstance(self._way, fast.Bound) else 0
 
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        loss = self._begin(closure)
-        if not fast.step(self):
-            self._step_units()
-            for group, outside in zip(self.param_groups, self._outside, strict=True):
-                self._step_outside(group, outside)
-        return loss
+    # One step ---------------------------------------------------------------------------------------------------------
 
-    def _refuse_non_finite(self) -> None:
-        if not fast.checks(self):
-            super()._refuse_non_finite()
-
-    def _step_units(self) -> None:
-        read = self._read()
-        if read is None:
-            return
-        weights, grads = read
-        groups = [self.param_groups[g] for g in self._layer_group]
-        root_grad = self._root_path_grads(weights, grads) * (1 - 2 * self._per_unit("maximize"))
-        grads = [-g if group["maximize"] else g for g, group in zip(grads, groups, strict=True)]
-        shrink = self._shrink(weights, grads, root_grad)
-        direction = self._root_direction(root_grad * shrink)
-        value = self.incoming * self.outgoing
-        every, spread = self._spread_ratios(
-            *algorithm.path_ratio(value, direction, self._per_unit("lr"), self.max_ratio, self.max_drift)
+    def task(self, built: Built) -> Task:
+        """What a compiled step is bound to."""
+        return Task(
+            plan=built.plan,
+            weights=built.weights,
+            groups=built.groups,
+            unit_group=built.unit_group,
+            ratio=built.last[0],
+            raw=built.last[1],
+            rule=self.batch_norm,
+            spread=self.allocation == "spread",
+            max_ratio=self.max_ratio,
+            max_drift=self.max_drift,
+            max_path_grad_norm=self.max_path_grad_norm,
         )
-        for k, (layer, weight, grad, group) in enumerate(zip(self._layers, weights, grads, groups, strict=True)):
-            view = layer.edges.view(weight)
-            inverse = self._inverses(layer, view)
-            path_grad = algorithm.path_gradient(layer, view, grad, inverse, self.batch_norm) * shrink
-            if isinstance(group["weight_decay"], Tensor) or group["weight_decay"] != 0:
-                path_grad = path_grad + group["weight_decay"] * (view / inverse)
-            moved = self._momentum(layer, self._weights[k], path_grad, group)
-            entries = algorithm.allocate_skeleton(layer, weight[layer.entries], every, spread)
-            new = algorithm.allocate_weights(layer, view, moved, inverse, every, spread, group["lr"])
-            view.copy_(new)
-            self._write(layer, self._weights[k], weight, entries)
-        self._advance(every, spread)
 
-    def _shrink(self, weights: Sequence[Tensor], grads: Sequence[Tensor], root_grad: Tensor) -> Number:
-        """Factor that brings ‖∂ℓ/∂v‖ under `max_path_grad_norm`."""
-        if self.max_path_grad_norm is None:
-            return 1
-        total = root_grad.square().sum()
-        for layer, weight, grad in zip(self._layers, weights, grads, strict=True):
-            view = layer.edges.view(weight)
-            path_grad = torch.empty_like(weight)
-            layer.edges.view(path_grad).copy_(
-                algorithm.path_gradient(layer, view, grad, self._inverses(layer, view), self.batch_norm)
-            )
-            path_grad[layer.entries] = 0
-            total = total + path_grad.square().sum().to(total.dtype)
-        return (self.max_path_grad_norm / (total.sqrt() + 1e-6)).clamp(max=1)
+    def use(self, way: Callable[[Network], fast.Way], tile: Tile, fold_items: int) -> None:
+        """Takes steps by this implementation, with such tiles, as long as nothing moves; for tests and measurements."""
+        built = self._current()
+        self._find_way(built)
+        self._way = fast.bind(self.task(built), built.outside, way, tile, fold_items)
 
-    def _root_direction(self, root_grad: Tensor) -> Tensor:
-        momentum, dampening = self._per_unit("momentum"), self._per_unit("dampening")
-        if not isinstance(momentum, Tensor) and momentum == 0:
-            return root_grad
-        buffer = self._root_state.get("momentum_buffer")
-        if buffer is None:
-            new = root_grad.clone()
-            buffer = self._root_state["momentum_buffer"] = torch.zeros_like(root_grad)
-        else:
-            new = buffer * momentum + root_grad * (1 - dampening)
-        # Where a group has no momentum its buffer waits, as torch's do; switched on later it begins at 0.
-        buffer.copy_(torch.where(momentum == 0, buffer, new) if isinstance(momentum, Tensor) else new)
-        nesterov, direction = self._per_unit("nesterov"), buffer
-        if isinstance(nesterov, Tensor):
-            direction = torch.where(nesterov > 0, root_grad + momentum * buffer, buffer)
-        elif nesterov:
-            direction = root_grad + momentum * buffer
-        return torch.where(momentum == 0, root_grad, direction) if isinstance(momentum, Tensor) else direction
+    def _find_way(self, built: Built) -> "fast.Bound | str":
+        """The compiled step, kept until parameters move or settings change."""
+        ways = [(group["foreach"], group["fused"]) for group in self.param_groups]
+        settings = (built, self._rules(), self.max_path_grad_norm, ways)
+        way = self._way
+        if way is None or settings != self._wayfor or (isinstance(way, fast.Bound) and way.stale()):
+            way = "batch_norm='exact'"
+            if self.batch_norm != "exact":
+                way = fast.choose(self.task(built), self.param_groups, built.outside)
+            self._way, self._wayfor = way, settings
+        return way
 
-    def _momentum(self, layer: Layer, weight: Tensor, path_grad: Tensor, group: dict[str, Any]) -> Tensor:
-        if group["momentum"] == 0:
-            return path_grad
-        state = self.state[weight]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(weight)
-            layer.edges.view(state["momentum_buffer"]).copy_(path_grad)
-            buffer = layer.edges.view(state["momentum_buffer"])
-        else:
-            buffer = layer.edges.view(state["momentum_buffer"])
-            buffer.mul_(group["momentum"]).add_(path_grad, alpha=1 - group["dampening"])
-        return path_grad + group["momentum"] * buffer if group["nesterov"] else buffer
+    def _take(self, built: Built) -> None:
+        way = self._find_way(built)
+        if isinstance(way, fast.Bound) and way.sparse():
+            way = self._way = fast.choose(self.task(built), self.param_groups, built.outside)  # without those
+        if isinstance(way, str):
+            super()._take(built)
+            return
+        if not way.complete and not capturing():
+            require_finite_gradients(self.model, self._parameters())
+        outcome = way.step(self.param_groups, self.state)
+        if outcome == Outcome.NO_PATH:
+            self._require_paths(self._measured(built), built.weights)
+        if outcome == Outcome.TAKEN:
+            for group, some in zip(self.param_groups, way.rest, strict=True):
+                self._plain(group, some)
+        else:  # no gradient has come, one is sparse, or not finite; or only a sum of w·g is not
+            super()._take(built)
 
-    def _step_outside(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+    def _canvas(self, built: Built) -> tuple[list[Tensor], list[Tensor]]:
+        first, second = ([torch.empty_like(wide(w)) for w in built.weights] for _ in range(2))
+        return first, second
+
+    def _move(self, built: Built, shown: Sequence[Tensor] | None, path_grads: Sequence[Tensor] | None) -> None:
+        if shown is not None and path_grads is not None:
+            if self.max_path_grad_norm is not None:
+                total = torch.stack([g.double().square().sum() for g in path_grads]).sum().sqrt()
+                shrink = (self.max_path_grad_norm / (total + 1e-6)).clamp(max=1)
+                path_grads = [g * shrink.to(g.dtype) for g in path_grads]
+            for w, g, v, path_grad in zip(built.weights, built.groups, shown, path_grads, strict=True):
+                plain_sgd(self.param_groups[g], self.state, [v], [path_grad], [w])
+        for group, some in zip(self.param_groups, built.outside, strict=True):
+            self._plain(group, some)
+
+    def _plain(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Plain SGD for what touches no unit, by torch itself."""
         active = [p for p in parameters if p.grad is not None]
-        if not active:
-            return
-        plain_sgd(group, self.state, active, [p.grad for p in active if p.grad is not None])
+        if active:
+            plain_sgd(group, self.state, active, [p.grad for p in active if p.grad is not None])
 
 
-def plain_sgd(group: dict[str, Any], state: Any, parameters: list[Tensor], directions: list[Tensor]) -> None:
-    """A step of torch's SGD with the hyper-parameters of `group` along these directions."""
+def plain_sgd(
+    group: Mapping[str, Any],
+    state: Any,
+    values: list[Tensor],
+    directions: list[Tensor],
+    parameters: Sequence[Tensor] | None = None,
+) -> None:
+    """A step of torch's SGD on `values`, with the hyper-parameters of `group`, along these directions.
+
+    `state` is by parameter; the parameters are the values themselves if they are not given.
+    """
+    owners = values if parameters is None else parameters
     buffers: list[Tensor | None] = []
     if group["momentum"] != 0:
-        buffers = [state[p].get("momentum_buffer") for p in parameters]
+        kept = [state[p].get("momentum_buffer") for p in owners]
+        buffers = [b if b is None or parameters is None else b.to(v) for b, v in zip(kept, values, strict=True)]
     lr, fused = group["lr"], group["fused"]
     sparse = any(d.is_sparse for d in directions)
     mixed = len({buffer is None for buffer in buffers}) > 1
@@ -260,6 +236,6 @@ def plain_sgd(group: dict[str, Any], state: Any, parameters: list[Tensor], direc
         lr, fused = lr.float(), True
     rest = ("weight_decay", "momentum", "dampening", "nesterov", "maximize", "foreach")
     options = {key: group[key] for key in rest}
-    sgd(parameters, directions, buffers, has_sparse_grad=sparse, lr=lr, fused=fused, **options)
-    for p, buffer in zip(parameters, buffers, strict=False):
-        state[p]["momentum_buffer"] = buffer
+    sgd(values, directions, buffers, has_sparse_grad=sparse, lr=lr, fused=fused, **options)
+    for p, buffer in zip(owners, buffers, strict=False):
+        state[p]["momentum_buffer"] = buffer if parameters is None or buffer is None else buffer.to(p.dtype)

@@ -30,21 +30,21 @@ def reference_of(model: nn.Module, analysis: Analysis) -> Reference:
 
 def choose_skeleton(
     model: nn.Module, analysis: Analysis, wanted: Reference | None, parameters: Iterable[Tensor]
-) -> tuple[Reference, Skeleton]:
-    """The reference and skeleton of an optimizer of these parameters.
+) -> tuple[Reference, Skeleton, Tensor | None]:
+    """The reference and skeleton of an optimizer of these parameters, and the log scales that balance all units.
 
     If none is wanted: as `reference_of`, but "one" only if path values are near it. Steps are divided by their squares.
     """
     reference = wanted or reference_of(model, analysis)
     mine = {id(p) for p in parameters if p.requires_grad}
     trained = {name for name, p in model.named_parameters() if id(p) in mine}
-    skeleton = build_skeleton(model, analysis, choice=CHOICE[reference], trained=trained)
-    if wanted is None and reference == "one":
+    if reference == "one":
+        skeleton = build_skeleton(model, analysis, trained=trained)
         (log_in, _), (log_out, _) = products(skeleton, dict(model.named_parameters()))
-        if bool(((log_in + log_out).abs() > math.log(FAR)).any()):
-            reference = "balanced"
-            skeleton = build_skeleton(model, analysis, choice=CHOICE[reference], trained=trained)
-    return reference, skeleton
+        if wanted is not None or not bool(((log_in + log_out).abs() > math.log(FAR)).any()):
+            return "one", skeleton, None
+    x = balanced_log_scales(analysis.transparent, dict(model.named_parameters()), analysis.H_paper + 1)
+    return "balanced", build_skeleton(model, analysis, choice="pivoted", trained=trained, balanced=x), x
 
 
 def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> Products:
@@ -54,17 +54,34 @@ def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> Products:
 
 
 @torch.no_grad()
+def entry_references(
+    skeleton: Skeleton,
+    analysis: Analysis,
+    weights: Mapping[str, Tensor],
+    reference: Reference,
+    balanced: Tensor | None = None,
+) -> Tensor:
+    """What in(u) and out(u) are divided by, `(2, H + 1)` float64: 1, or their values in the balanced representative.
+
+    There an edge is w·c(head)/c(tail): Ĩ = 1/c and Õ = c at first, both positive. `balanced` are the log scales that
+    balance all units, if they are known.
+    """
+    into, out = skeleton_values(skeleton, weights)
+    if reference == "one":
+        return torch.ones_like(torch.stack([into, out]))
+    if balanced is None or analysis.H_paper > skeleton.H:
+        balanced = _balanced_log_scales(skeleton, analysis, weights)
+    x = balanced.to(into.device)
+    parent, child = skeleton.parent.to(x.device), skeleton.child.to(x.device)
+    return torch.stack([into * (x - x[parent]).exp(), out * (x[child] - x).exp()])
+
+
 def measure_reference(
     skeleton: Skeleton, analysis: Analysis, weights: Mapping[str, Tensor], reference: Reference
 ) -> Products:
     """I_ref and O_ref in the weights of now."""
-    (log_in, sign_in), (log_out, sign_out) = products(skeleton, weights)
-    if reference == "one":
-        nothing = torch.zeros_like(log_in), torch.ones_like(sign_in)
-        return nothing, nothing
-    # In the balanced representative I(u) is I(u)·c(u) and O(u) is O(u)/c(u): Ĩ = 1/c, Õ = c, both positive.
-    shift = _balanced_log_scales(skeleton, analysis, weights)
-    return (log_in + shift, sign_in), (log_out - shift, sign_out)
+    into, out = entry_references(skeleton, analysis, weights, reference)
+    return path_products(into, skeleton.parent), path_products(out, skeleton.child)
 
 
 @on_cpu
@@ -78,18 +95,3 @@ def _balanced_log_scales(skeleton: Skeleton, analysis: Analysis, weights: Mappin
     found = balanced_log_scales(edges, weights, len(number), fixed)
     units = number.argsort()[-skeleton.H - 1 :]  # one of those that are ground, then each unit of the skeleton
     return torch.where(number[units].to(found.device) > 0, found[units.to(found.device)], 0)
-
-
-def are_others(before: Tensor, now: Tensor, max_drift: float) -> bool:
-    """Whether the values of skeleton paths, which no rescaling changes, are those of another network than before.
-
-    Others may adjust weights, but take no path farther than a guard and a factor of 2 let it go. False where a value
-    is 0 or not finite.
-    """
-    ratio = now / before.to(now)
-    if not bool(((now * ratio).isfinite() & (now != 0)).all()):
-        return False
-    rounding = torch.finfo(now.dtype).eps ** 0.5
-    size, most = now.abs(), FAR * max_drift
-    adrift = (size > most) & (ratio.abs() > 1 + rounding) | (size * most < 1) & (ratio.abs() < 1 - rounding)
-    return bool(((ratio < 1 / FAR) | (ratio > FAR) | adrift).any())

@@ -11,21 +11,21 @@ paper letter for letter (axes here are (out, in), there (in, out)).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Edges, magnitude
+from gspace.analysis import Analysis, Edges, analyzed, magnitude
 from gspace.balance import balanced_log_scales
 from gspace.devices import on_cpu
-from gspace.analysis import analyzed
 
 Choice = Literal["aligned", "pivoted"]
 Side = Literal["head", "tail"]
 SIDES: tuple[Side, Side] = ("head", "tail")
+NOT_TRAINED = "touch a parameter that is not trained (frozen, or not in params=)"
 ONLY_ZEROS = "have skeleton weights of 0 (in the first weight that writes them or the last that reads them)"
 
 
@@ -70,6 +70,7 @@ def build_skeleton(
     *,
     choice: Choice = "aligned",
     trained: set[str] | None = None,
+    balanced: Tensor | None = None,
 ) -> Skeleton:
     """Chooses in(u) and out(u) for every unit of the transparent view.
 
@@ -78,6 +79,7 @@ def build_skeleton(
             representative, for networks that were not initialised on the skeleton.
         trained: Names of the parameters that are trained (default: those that require a gradient). A unit that
             touches any other parameter is left out, as is one whose skeleton weight is 0 on a side.
+        balanced: The log scales that balance the transparent view, `(H + 1,)`, if they are known.
     """
     if choice not in ("aligned", "pivoted"):
         raise ValueError(f"choice must be 'aligned' or 'pivoted', got {choice!r}")
@@ -87,16 +89,13 @@ def build_skeleton(
     edges, n = analysis.transparent, analysis.H_paper + 1
     live = connected(edges, n)
     in_edge, out_edge = _choose(edges, live, "head"), _choose(edges, live, "tail")
-    score = _balanced_size(edges, weights, n) if choice == "pivoted" else None
-    in_index, in_size, parent = _pick(edges, weights, live, in_edge, "head", score)
-    out_index, out_size, child = _pick(edges, weights, live, out_edge, "tail", score)
-
-    frozen = torch.zeros(n, dtype=torch.bool)
-    for e in edges:
-        if e.name not in trained:
-            frozen[e.head.reshape(-1)] = frozen[e.tail.reshape(-1)] = True
+    x = None
+    if choice == "pivoted":
+        x = (balanced_log_scales(edges, weights, n) if balanced is None else balanced).cpu()
+    in_index, in_size, parent = _pick(edges, weights, live, in_edge, "head", x)
+    out_index, out_size, child = _pick(edges, weights, live, out_edge, "tail", x)
     reasons = {
-        "touch a parameter that is not trained": frozen,
+        NOT_TRAINED: ~trained_units(edges, trained, n),
         "lie on no path from input to output": ~live,
         ONLY_ZEROS: (in_size == 0) | (out_size == 0),
     }
@@ -107,22 +106,54 @@ def build_skeleton(
         usable &= ~found
         if lost:
             unused.append(f"{lost} units {reason}")
+    picked = Picked(in_edge, in_index, parent, out_edge, out_index, child)
+    return skeleton_of(edges, picked, usable, tuple(unused))
+
+
+class Picked(NamedTuple):
+    """in(u) and out(u) of every unit of an analysis, `(n,)` each: where they are, and the unit at their other end."""
+
+    in_edge: Tensor
+    in_index: Tensor
+    parent: Tensor
+    out_edge: Tensor
+    out_index: Tensor
+    child: Tensor
+
+
+def skeleton_of(edges: Sequence[Edges], picked: Picked, usable: Tensor, unused: tuple[str, ...] = ()) -> Skeleton:
+    """The skeleton of the units that are `usable`, `(n,)`; they are numbered anew, and all others are ground."""
+    usable = usable.clone()
     usable[0] = True
     number = torch.where(usable, usable.cumsum(0) - 1, 0)
     kept = usable.nonzero()[:, 0]
-    parent, child = number[parent[kept]], number[child[kept]]
-    in_edge, in_index, out_edge, out_index = in_edge[kept], in_index[kept], out_edge[kept], out_index[kept]
+    in_edge, in_index, parent, out_edge, out_index, child = (x[kept] for x in picked)
+    parent, child = number[parent], number[child]
     in_edge[0] = out_edge[0] = -1
     parent[0] = child[0] = in_index[0] = out_index[0] = 0
-
     free = (parent > 0) & (in_edge == out_edge[parent]) & (in_index == out_index[parent])
     root = torch.where(free, parent, torch.arange(len(kept)))
     while not torch.equal(root, root[root]):
         root = root[root]
     relabelled = tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges)
-    return Skeleton(
-        relabelled, len(kept) - 1, in_edge, in_index, out_edge, out_index, parent, child, root, tuple(unused)
-    )
+    return Skeleton(relabelled, len(kept) - 1, in_edge, in_index, out_edge, out_index, parent, child, root, unused)
+
+
+def trained_units(edges: Sequence[Edges], trained: Collection[str], n: int) -> Tensor:
+    """Units that touch no other parameters than those of these names, `(n,)` bool."""
+    result = torch.ones(n, dtype=torch.bool)
+    for e in edges:
+        if e.name not in trained:
+            result[e.head.reshape(-1)] = result[e.tail.reshape(-1)] = False
+    result[0] = True
+    return result
+
+
+def by_edge(which: Tensor, count: int) -> list[Tensor]:
+    """The units of each of `count` edges, in order; `which` is −1 for units that have none."""
+    order = which.argsort(stable=True)
+    parts: list[Tensor] = list(order.split(torch.bincount(which + 1, minlength=count + 1).tolist()))
+    return parts[1:]
 
 
 def connected(edges: Sequence[Edges], n: int) -> Tensor:
@@ -169,18 +200,34 @@ def _nearer(ids: Tensor, live: Tensor, place: Tensor, chosen: Tensor, k: int) ->
     return (ids == 0) | (live[ids] & (own >= 0) & (place[own] < place[k]))
 
 
-def _balanced_size(edges: Sequence[Edges], weights: Mapping[str, Tensor], n: int) -> list[Tensor]:
-    """|w| in the balanced representative, `(group, out, in, tap)`: what does not depend on the scales."""
-    x = balanced_log_scales(edges, weights, n).cpu()
-    return [
-        _sizes(e, weights[e.name]) * (x[e.head][:, :, None, None] - x[e.tail][:, None, :, None]).exp() for e in edges
-    ]
+def largest_writers(
+    edges: Sequence[Edges], weights: Mapping[str, Tensor], level: Tensor, wanted: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """in(u) of units that are `wanted`, `(n,)` bool: the largest entry, by |w|·level(tail), of the first that writes u.
 
-
-def _sizes(e: Edges, weight: Tensor) -> Tensor:
-    """|w| as `(group, out, in, tap)`, float64, on the CPU."""
-    view = e.view(magnitude(weight.detach())).cpu()
-    return view.reshape(*view.shape[:3], math.prod(view.shape[3:]))
+    Returns which of `edges` holds it (−1: all are 0), its flat index, and the unit that it reads. `level` of such a
+    unit becomes the norm of the row, in place; units that are not wanted have theirs before.
+    """
+    n, place = len(level), _places(edges, "head")
+    number = torch.where(wanted, torch.arange(n), 0)
+    bare = [replace(e, head=number[e.head], tail=number[e.tail]) for e in edges]
+    live = torch.ones(n, dtype=torch.bool)
+    chosen = _choose(bare, live, "head")
+    edge, index, other = torch.full((n,), -1), torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.long)
+    for k in place.argsort(stable=True).tolist():
+        e, here = edges[k], bare[k].head
+        rows = (chosen[here] == k) & (here > 0)
+        if not bool(rows.any()):
+            continue
+        near, weight = _nearer(bare[k].tail, live, place, chosen, k) * level[e.tail], weights[e.name].detach()
+        best, end, taps = _largest(e, weight, near, "head")
+        view = e.view(weight).cpu().double()
+        norms = (view * near.reshape(len(near), 1, -1, *[1] * (view.dim() - 3))).flatten(2).norm(dim=2)
+        g, a = (rows & _best_place(here, best) & (best > 0)).nonzero(as_tuple=True)
+        u, b = here[g, a], end[g, a]
+        edge[u], level[u], other[u] = k, norms[g, a], e.tail[g, b]
+        index[u] = flat_index(e, weight.shape, g, a, b, taps[g, a])
+    return edge, index, other
 
 
 def _occurrences(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,12 +260,12 @@ def _pick(
     live: Tensor,
     chosen: Tensor,
     side: Side,
-    score: Sequence[Tensor] | None,
+    x: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For every unit u one edge of weight `chosen[u]` with u on `side`: flat index, |w|, and the unit at its other end.
 
-    That one is nearer to ground. Without a score, the aligned edge: other index = position of u mod n, within the
-    group, centre tap.
+    That one is nearer to ground. With log scales x, the one with the largest |w|·c(head)/c(tail). Without, the aligned
+    edge: other index = position of u mod n, within the group, centre tap.
     """
     place = _places(edges, side)
     n = len(chosen)
@@ -233,25 +280,48 @@ def _pick(
         wanted = (chosen[here] == k) & (here > 0) & nearer.any(1, keepdim=True)
         if not bool(wanted.any()):
             continue
-        w = _sizes(e, weights[e.name])
-        flat = _flat_index(e, weights[e.name])
-        if side == "tail":
-            w, flat = w.transpose(1, 2), flat.transpose(1, 2)
-        if score is None:
+        weight = weights[e.name].detach()
+        if x is None:
             rows = wanted & _middle(here)
             g, a = rows.nonzero(as_tuple=True)
             ends = nearer.long().argsort(dim=1, descending=True, stable=True)  # those first
             b = ends[g, _position(here)[g, a] % nearer.sum(1)[g]]
-            tap = torch.full_like(a, w.shape[3] // 2)
+            tap = torch.full_like(a, math.prod(e.view(weight).shape[3:]) // 2)
         else:
-            s = score[k] if side == "head" else score[k].transpose(1, 2)
-            s = torch.where(nearer[:, None, :, None], s, -1)
-            best, at = s.flatten(2).max(2)
+            sign = 1 if side == "head" else -1
+            best, end, taps = _largest(e, weight, torch.where(nearer, (-sign * x[there]).exp(), -1), side)
+            best = best * (sign * x[here]).exp()
             g, a = (wanted & _best_place(here, best)).nonzero(as_tuple=True)
-            b, tap = at[g, a] // s.shape[3], at[g, a] % s.shape[3]
+            b, tap = end[g, a], taps[g, a]
         u = here[g, a]
-        index[u], size[u], other[u] = flat[g, a, b, tap], w[g, a, b, tap], there[g, b]
+        out, into = (a, b) if side == "head" else (b, a)
+        index[u], other[u] = flat_index(e, weight.shape, g, out, into, tap), there[g, b]
+        size[u] = magnitude(weight.reshape(-1)[index[u].to(weight.device)]).cpu()
     return index, size, other
+
+
+def _largest(e: Edges, weight: Tensor, factor: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest |w|·factor at each unit of a side, where at the other end it is, and its tap, `(group, n)` each.
+
+    `factor` is of the other end, `(group, m)`.
+    """
+    view = e.view(magnitude(weight) if weight.is_complex() else weight.abs()).cpu()
+    view = view.reshape(*view.shape[:3], math.prod(view.shape[3:]))
+    sizes, taps = view.max(3) if view.shape[3] > 1 else (view[..., 0], None)
+    dim = 2 if side == "head" else 1
+    best, end = (sizes * factor.unsqueeze(3 - dim)).max(dim)
+    if taps is None:
+        return best, end, torch.zeros_like(end)
+    return best, end, taps.gather(dim, end.unsqueeze(dim)).squeeze(dim)
+
+
+def flat_index(e: Edges, shape: torch.Size, group: Tensor, out: Tensor, into: Tensor, tap: Tensor) -> Tensor:
+    """Flat index into a parameter of this shape of entries of its `(group, out, in, tap)` view."""
+    if len(shape) == 1 or e.head.numel() == shape.numel():
+        return group * e.head.shape[1] + out
+    first, second = (into, out) if e.swap else (out, into)
+    outer = shape[0] // e.head.shape[0]
+    return ((group * outer + first) * shape[1] + second) * math.prod(shape[2:]) + tap
 
 
 def _best_place(ids: Tensor, value: Tensor) -> Tensor:
@@ -264,12 +334,6 @@ def _best_place(ids: Tensor, value: Tensor) -> Tensor:
     return (first[ids.reshape(-1)] == place).reshape(ids.shape)
 
 
-def _flat_index(e: Edges, weight: Tensor) -> Tensor:
-    """Flat index into the parameter of every entry of its `(group, out, in, tap)` view."""
-    view = e.view(torch.arange(weight.numel()).reshape(weight.shape))
-    return view.reshape(*view.shape[:3], math.prod(view.shape[3:]))
-
-
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
@@ -278,13 +342,14 @@ def skeleton_values(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[
     device = next(iter(weights.values())).device if weights else torch.device("cpu")
     result = []
     for which, index in ((skeleton.in_edge, skeleton.in_index), (skeleton.out_edge, skeleton.out_index)):
-        value = torch.ones(skeleton.H + 1, dtype=torch.float64, device=device)
-        for k in which.unique().tolist():
-            if k >= 0:
-                units = (which == k).nonzero()[:, 0]
-                flat = weights[skeleton.edges[k].name].reshape(-1)
-                value = value.index_put((units.to(device),), flat[index[units].to(flat.device)].to(value))
-        result.append(value)
+        units = by_edge(which.cpu(), len(skeleton.edges))
+        parts = [torch.ones(1, dtype=torch.float64, device=device)]
+        for e, some in zip(skeleton.edges, units, strict=True):
+            if len(some):
+                flat = weights[e.name].reshape(-1)
+                parts.append(flat[index[some].to(flat.device)].to(parts[0]))
+        at = torch.cat([which.new_zeros(1), *units]).argsort()  # ground first, then every unit once
+        result.append(torch.cat(parts)[at.to(device)])
     return result[0], result[1]
 
 

@@ -2,16 +2,17 @@
 
 Shapes: a weight is viewed as `(group, out, in, *taps)`; a unit vector is `(H + 1,)`, entry 0 is ground. `grad` is
 ∂ℓ/∂w, `path_grad` is ∂ℓ/∂v. The coordinates of a network are two unit vectors, the products of skeleton weights before
-and behind a unit measured by a reference: `incoming` Ĩ(u) = I(u)/I_ref(u) and `outgoing` Õ(u) = O(u)/O_ref(u). Then
+and behind a unit over their references: `incoming` Ĩ(u) = I(u)/I_ref(u) and `outgoing` Õ(u) = O(u)/O_ref(u). Then
 
     v_e = w_e · Ĩ(tail e) · Õ(head e)     for an edge e that is not on the skeleton,
     v_r = Ĩ(r) · Õ(r)                     for the trained skeleton edge in(r) of a root r.
 
-A step is: one reduction of w·g per unit (`flow`), arithmetic on unit vectors (`inverse_chain_rule`, `path_ratio`), and
-one update per weight (`allocate_weights`). Nothing loops over units or depth.
+A step is: the coordinates of the weights of now (`measure`), one reduction of w·g per unit (`flow`), arithmetic on unit
+vectors (`inverse_chain_rule`, `path_ratio`), and one update per weight (`allocate_weights`). Nothing is remembered
+between steps but the skeleton and its references, and nothing loops over units or depth.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from gspace.analysis import Edges
 from gspace.devices import on_cpu
-from gspace.skeleton import Skeleton
+from gspace.skeleton import Skeleton, by_edge
 
 Number = float | Tensor
-BatchNormRule = Literal["released", "paper"]
+BatchNormRule = Literal["released", "paper", "exact"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,16 +65,61 @@ class Flow(NamedTuple):
     root: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything a step needs to know of a skeleton, on the device of the parameters.
+
+    Attributes:
+        layers: The parameters that touch a unit.
+        root: Root of each unit, `(H + 1,)`.
+        place: Where in(u) and then out(u) stand among the entries of all layers, counted from 1; 0 is ground.
+        reference: What they are divided by, float64. Both are `(2·(H + 1),)`.
+        following: Parent of each unit as one that is written, child as one that is read (plus H + 1). `(2·(H + 1),)`.
+        jumps: Where walks along `following` have come after 1, 2, 4 … steps, until all are at ground.
+    """
+
+    layers: tuple[Layer, ...]
+    root: Tensor
+    place: Tensor
+    reference: Tensor
+    following: Tensor
+    jumps: tuple[Tensor, ...]
+
+
+def plan(skeleton: Skeleton, weights: Mapping[str, Tensor], references: Tensor, also: Collection[str] = ()) -> Plan:
+    """For a skeleton in these weights, and the references of in(u) and out(u); `also` names layers without units."""
+    layers = layers_of(skeleton, weights, also)
+    device = weights[layers[0].edges.name].device if layers else torch.device("cpu")
+    n = skeleton.H + 1
+    place = torch.zeros(2 * n, dtype=torch.long, device=device)
+    count = 1
+    for layer in layers:
+        number = torch.arange(count, count + len(layer.root), device=device)
+        place[layer.root], place[n + layer.free] = number, number
+        count += len(number)
+    place[0] = place[n] = 0
+    root, parent = skeleton.root.to(device), skeleton.parent.to(device)
+    units = torch.arange(n, device=device)
+    place[:n] = torch.where(root == units, place[:n], place[n + parent])  # in(u) of another unit is out(parent)
+    place[0] = 0
+    following = torch.cat([parent, skeleton.child.to(device) + n])
+    jumps, at = [], following
+    while bool((at % n > 0).any()):
+        jumps.append(at)
+        at = at[at]
+    return Plan(tuple(layers), root, place, references.to(device).reshape(-1), following, tuple(jumps))
+
+
 @on_cpu
-def plan(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> list[Layer]:
-    """The layers a step works on: every parameter that touches a unit."""
+def layers_of(skeleton: Skeleton, weights: Mapping[str, Tensor], also: Collection[str] = ()) -> list[Layer]:
+    """Every parameter that touches a unit, and those of the names in `also`."""
     layers = []
-    for k, e in enumerate(skeleton.edges):
-        if not bool(e.head.any() | e.tail.any()):
+    trained = torch.where(skeleton.root == torch.arange(skeleton.H + 1), skeleton.in_edge, -1)
+    into, out = (by_edge(which, len(skeleton.edges)) for which in (trained, skeleton.out_edge))
+    for e, roots, free in zip(skeleton.edges, into, out, strict=True):
+        if e.name not in also and not bool(e.head.any() | e.tail.any()):
             continue
         weight = weights[e.name]
-        roots = ((skeleton.in_edge == k) & (skeleton.root == torch.arange(skeleton.H + 1))).nonzero()[:, 0]
-        free = (skeleton.out_edge == k).nonzero()[:, 0]
         flat = torch.cat([skeleton.in_index[roots], skeleton.out_index[free]])
         place = torch.unravel_index(flat, weight.shape)
         none = torch.zeros_like
@@ -89,6 +135,19 @@ def plan(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> list[Layer]:
             )
         )
     return layers
+
+
+def measure(plan: Plan, weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Ĩ and Õ in the weights of now, `(H + 1,)` each: products of skeleton weights over their references.
+
+    By pointer doubling: what a unit has collected along its first k steps, times what the unit it has come to has.
+    """
+    parts = [weight[layer.entries].double() for layer, weight in zip(plan.layers, weights, strict=True)]
+    ratio = torch.cat([plan.reference.new_ones(1), *parts])[plan.place] / plan.reference
+    for at in plan.jumps:
+        ratio = ratio * ratio[at]
+    into, out = ratio.to(dtype).chunk(2)
+    return into, out
 
 
 def row_norms(view: Tensor, rule: BatchNormRule) -> Tensor:
@@ -170,29 +229,45 @@ def path_ratio(
     return ratio, raw
 
 
-def path_gradient(layer: Layer, view: Tensor, grad: Tensor, inverse: Tensor, rule: BatchNormRule) -> Tensor:
-    """∂ℓ/∂v = g·(n)/(Ĩ(tail)·Õ(head)) of the edges that are not on the skeleton.
+def path_values(layer: Layer, view: Tensor, incoming: Tensor, outgoing: Tensor) -> Tensor:
+    """v = w·Ĩ(tail)·Õ(head) of the edges that are not on the skeleton; entries that are have no meaning."""
+    return view * layer.columns(incoming, view) * layer.rows(outgoing, view)
 
-    `inverse` is 1/(Ĩ(tail)·Õ(head)). Entries on the skeleton are meaningless: free ones have no coordinate, and those
-    of trained ones live in unit vectors.
-    """
+
+def path_gradient(
+    layer: Layer, view: Tensor, grad: Tensor, incoming: Tensor, outgoing: Tensor, rule: BatchNormRule
+) -> Tensor:
+    """∂ℓ/∂v = g·(n)/(Ĩ(tail)·Õ(head)) of the same edges."""
     g = layer.edges.view(grad)
     if layer.edges.normalized:
         g = g * row_norms(view, rule)
-    return g * inverse
+    return g * layer.columns(incoming.reciprocal(), view) * layer.rows(outgoing.reciprocal(), view)
+
+
+def root_gradient(
+    plan: Plan,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    incoming: Tensor,
+    outgoing: Tensor,
+    rule: BatchNormRule,
+) -> Tensor:
+    """∂ℓ/∂v of the trained skeleton paths, `(H + 1,)`, 0 for units that are no root."""
+    q = inverse_chain_rule(flow(plan.layers, weights, grads, incoming, rule), plan.root)
+    return q / root_norms(plan.layers, weights, incoming, rule) / (incoming * outgoing)
 
 
 def allocate_weights(
-    layer: Layer, view: Tensor, direction: Tensor, inverse: Tensor, ratio: Tensor, spread: Tensor, lr: Number
+    layer: Layer, view: Tensor, change: Tensor, incoming: Tensor, outgoing: Tensor, ratio: Tensor, spread: Tensor
 ) -> Tensor:
     """Weights after the step, for edges that are not on the skeleton (Weight-Allocation, Sec. 4.3).
 
-    v' = v − lr·d and w' = v'/(Ĩ'(tail)·Õ'(head)) with Ĩ' = Ĩ·R·c, Õ' = Õ/c, hence
-        w' = (w − lr·d/(Ĩ(tail)·Õ(head))) / R(tail) · c(head)/c(tail).
+    v' = v + change and w' = v'/(Ĩ'(tail)·Õ'(head)) with Ĩ' = Ĩ·R·c, Õ' = Õ/c, hence
+        w' = (w + change/(Ĩ(tail)·Õ(head))) / R(tail) · c(head)/c(tail).
     `spread` is c: all ones keeps the free weights fixed; any other positive c is another projection of Theorem 4.1.
     Written additively: a ratio could never move a weight that is 0.
     """
-    moved = view - lr * direction * inverse
+    moved = view + change * layer.columns(incoming.reciprocal(), view) * layer.rows(outgoing.reciprocal(), view)
     return moved * layer.columns((ratio * spread).reciprocal(), view) * layer.rows(spread, view)
 
 

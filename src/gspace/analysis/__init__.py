@@ -58,13 +58,11 @@ def analyze(
     """
     if residual not in ("pin", "tie"):
         raise ValueError(f"residual must be 'pin' or 'tie', got {residual!r}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     listed = [modes] if isinstance(modes, str) else list(modes)
     if not listed or not set(listed) <= MODES.keys():
         raise ValueError(f"modes are 'train', 'eval' or both, got {modes!r}")
     inner = unwrap(model)
-    _refuse(inner)
+    refuse(inner)
     names = _known(pin, inner)
     modules = {name: m for name, m in inner.named_modules(remove_duplicate=False) if name in names}
     left = frozenset(name for name, _ in inner.named_parameters() if name in names)
@@ -99,8 +97,10 @@ def analyzed(
     return analysis
 
 
-def _refuse(model: nn.Module) -> None:
+def refuse(model: nn.Module) -> None:
     """What cannot be run or followed at all."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise TraceError(

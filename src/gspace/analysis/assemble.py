@@ -1,7 +1,7 @@
 """From the equations of a run to an `Analysis`: free nodes become units, everything else a linear form of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -46,11 +46,12 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
         if not norm.affine:
             exact.ground(norm.written)
     parts = _parts(follow, names, exact, affine=True)
-    units = _number(exact, parts, follow.absorbed, [nodes for nodes, _ in follow.statistics.values()])
+    absorbed = [*follow.absorbed, *(norm.absorbed for norm in follow.norms.values())]
+    units = _number(exact, parts, absorbed, [nodes for nodes, _ in follow.statistics.values()])
     edges = _edges(parts, units, exact)
     paper_parts = _parts(follow, names, transparent, affine=False)
     paper = _number(transparent, paper_parts, (), ())
-    paper_edges, H_paper = plain(_edges(paper_parts, paper, transparent), paper.exact, paper.forms)
+    paper_edges, H_paper = _compact(plain(_edges(paper_parts, paper, transparent), paper.forms))
     buffers = {key_of(b): name for name, b in model.named_buffers()}
     statistics = tuple(
         Statistic(buffers[key], units.of(nodes, exact), power)
@@ -93,6 +94,8 @@ def _transparent(follow: Follow) -> Equations:
     equations = follow.equations.copy()
     for norm in follow.norms.values():
         equations.tie(norm.absorbed, norm.written)
+    for nodes in [*follow.absorbed, *follow.untrained]:  # what other norms divide out is no symmetry at their ε
+        equations.ground(nodes)
     for (h1, t1), (h2, t2) in follow.weights.repeats:
         alike = _varies(h1) == _varies(h2) and _varies(t1) == _varies(t2)
         if alike:
@@ -123,7 +126,7 @@ def _parts(follow: Follow, names: Mapping[str, Tensor], equations: Equations, af
     for name, p in names.items():
         region = key_of(p), int(p.storage_offset())
         uses = follow.weights.uses.get(region, [])
-        kept = [use for use in uses if affine or not use.normalizes]
+        kept = [use for use in uses if not use.pinned and (affine or not use.normalizes)]
         if kept:
             normalized = any(bool(into_norm[follow.equations.find(use.head)].all()) for use in kept)
             first, last = follow.positions[region]
@@ -187,33 +190,26 @@ def _edges(parts: Sequence[Part], units: Units, equations: Equations) -> tuple[E
     )
 
 
-def plain(edges: Sequence[Edges], H: int, forms: Mapping[int, Form]) -> tuple[tuple[Edges, ...], int]:
-    """The same edges where every unit has coefficient one: those that do not are ground, and the rest is renumbered."""
-    if not forms and not any(e.shift for e in edges):
-        return tuple(edges), H
-    bad = {u for form in forms.values() for u, c in form if c != 1}
-    for e in edges:
-        if e.shift:
-            bad.update(e.head.unique().tolist())
-    target = {}
+def plain(edges: Sequence[Edges], forms: Mapping[int, Form]) -> tuple[Edges, ...]:
+    """The same edges where every unit has coefficient one; units that do not, or that shift, are ground."""
+    shifted = {u for e in edges if e.shift for u in e.head.unique().tolist()}
+    ground = {u for form in forms.values() for u, c in form if c != 1} | shifted
+    number = torch.arange(1 + max([0, *forms, *(int(t.max()) for e in edges for t in (e.head, e.tail) if t.numel())]))
     for node, form in forms.items():
-        left = [u for u, c in form if u not in bad]
-        bad.update(left[1:])
-        target[node] = left[0] if left else 0
-    top = max([H, *forms])
-    number = torch.arange(top + 1)
-    number[torch.tensor(sorted(u for u in bad if u <= top), dtype=torch.long)] = 0
-    number[0] = 0
-    for node, u in target.items():
-        number[node] = u if u not in bad else 0
-    kept = number.unique()
-    compact = torch.zeros(top + 1, dtype=torch.long)
-    compact[kept] = torch.arange(len(kept))
-    number = compact[number]
-    new = tuple(
-        Edges(e.name, number[e.head], number[e.tail], e.swap, e.normalized, e.first, e.last, e.shift) for e in edges
-    )
-    return new, len(kept) - 1
+        left = [u for u, c in form if u not in ground]
+        ground.update(left[1:])
+        number[node] = left[0] if left else 0
+    number[torch.isin(number, torch.tensor(sorted(ground), dtype=torch.long))] = 0
+    return tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges)
+
+
+def _compact(edges: Sequence[Edges]) -> tuple[tuple[Edges, ...], int]:
+    """The same edges, units numbered without gaps, and how many there are."""
+    sides = [t.reshape(-1) for e in edges for t in (e.head, e.tail)]
+    units = torch.cat([torch.zeros(1, dtype=torch.long), *sides]).unique()
+    number = torch.zeros(int(units.max()) + 1, dtype=torch.long)
+    number[units] = torch.arange(len(units))
+    return tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges), len(units) - 1
 
 
 def _frozen(edges: Sequence[Edges], parameters: Mapping[str, Tensor], forms: Mapping[int, Form]) -> set[int]:

@@ -29,9 +29,9 @@ class Equations:
 
     def __init__(self) -> None:
         self.count = 2
-        self.parent = torch.arange(1024)
-        self.base, self.factor = torch.zeros(1024, dtype=torch.long), torch.zeros(1024, dtype=torch.long)
-        self.linked = torch.zeros(1024, dtype=torch.bool)
+        self.parent = torch.arange(1024, device="cpu")
+        self.base, self.factor = torch.zeros_like(self.parent), torch.zeros_like(self.parent)
+        self.linked = torch.zeros_like(self.parent, dtype=torch.bool)
         self.factors: list[Number] = [1]
         self.forms: dict[int, Form] = {}
         self._derived: dict[frozenset[tuple[int, Number]], int] = {}

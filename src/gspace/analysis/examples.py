@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gspace.analysis.forward import Inputs, TraceError
 
 ROWS = 2  # of a guessed batch: BatchNorm needs more than one
-SIDES = (32, 28, 64, 16, 8, 29, 96, 224, 48, 5, 4, 299)
+SIDES = (32, 28, 64, 16, 8, 29, 224, 96, 48, 4, 5, 6, 7, 9, 10, 12, 14, 20, 24, 299)
 TOKENS = (16, 7)
 SHOWN = 4  # of the guesses, in an error
 LAYERS = 3  # that a guess is made from: a parameter of the model itself may come first, or a slope
@@ -29,12 +29,12 @@ def _is_batch(x: Any) -> bool:
     return isinstance(x, (Tensor, tuple, Mapping))
 
 
-def few_rows(example: Inputs) -> Inputs | None:
-    """The first two rows of a batch, if all its tensors have the same number of rows and that is more."""
+def few_rows(example: Inputs, rows: int = ROWS) -> Inputs | None:
+    """The first rows of a batch, if all its tensors have the same number of rows and that is more."""
     sizes = {t.shape[0] if t.dim() else -1 for t in tree_leaves(_plain(example)) if isinstance(t, Tensor)}
-    if len(sizes) != 1 or min(sizes) <= ROWS:
+    if len(sizes) != 1 or min(sizes) <= rows:
         return None
-    return tree_map_only(Tensor, lambda t: t[:ROWS], _plain(example))
+    return tree_map_only(Tensor, lambda t: t[:rows], _plain(example))
 
 
 def _plain(example: Inputs) -> Any:
@@ -48,18 +48,18 @@ def redrawn(example: Inputs, generator: torch.Generator) -> Inputs:
         if t.is_meta or not t.numel():
             return t
         if t.is_floating_point():
-            return torch.randn(t.shape, generator=generator).to(t)
+            return torch.randn(t.shape, generator=generator, device="cpu").to(t)
         if t.dtype == torch.bool or int(t.max()) <= 1:
             return t
-        return torch.randint(int(t.min()), int(t.max()) + 1, t.shape, generator=generator).to(t)
+        return torch.randint(int(t.min()), int(t.max()) + 1, t.shape, generator=generator, device="cpu").to(t)
 
     return tree_map_only(Tensor, draw, _plain(example))
 
 
 def guesses(model: nn.Module) -> Iterator[Inputs]:
     """Inputs that a model may accept, likely ones first."""
-    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    generator = torch.Generator().manual_seed(0)
+    like = next(iter(sorted(model.parameters(), key=lambda p: not p.is_floating_point())), torch.empty(0, device="cpu"))
+    drawn: Any = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
     required = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
     count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required)
 
@@ -71,8 +71,7 @@ def guesses(model: nn.Module) -> Iterator[Inputs]:
         yield tree_map_only(Tensor, fitted, dict(offered))
     for shape, below in _shapes(model):
         draws = [
-            torch.randint(below, shape, generator=generator) if below else torch.randn(shape, generator=generator)
-            for _ in range(max(count, 1))
+            torch.randint(below, shape, **drawn) if below else torch.randn(shape, **drawn) for _ in range(max(count, 1))
         ]
         yield tuple(map(fitted, draws))
 
@@ -97,7 +96,7 @@ def _layer_shapes(layer: Any) -> Iterator[tuple[tuple[int, ...], int]]:
     channels = getattr(layer, "in_channels", getattr(layer, "num_features", None))
     if rank and isinstance(channels, int):
         yield from (((ROWS, channels, *[side] * rank), 0) for side in SIDES)
-    widths = [n for p in layer.parameters(recurse=False) for n in reversed(p.shape)]
+    widths = [n for p in layer.parameters(recurse=False) for n in reversed(p.shape) if n]
     for width in dict.fromkeys([getattr(layer, "in_features", 1), *widths]):
         yield (ROWS, width), 0
         yield (ROWS, TOKENS[-1], width), 0

@@ -69,7 +69,8 @@ class Follow(TorchDispatchMode):
     """The equations of a model's run, and what else the analysis needs of it.
 
     Attributes:
-        absorbed: Nodes that an ε keeps from being exact symmetries.
+        absorbed: Nodes that an ε other than a BatchNorm's keeps from being exact symmetries.
+        untrained: Nodes that embeddings write whose row of padding is never trained.
         norms: BatchNorms, in the order of the run.
         statistics: Running statistics by storage: nodes and power of their scale.
         read: Storages of parameters in the order of their use, with the positions of first and last use.
@@ -85,6 +86,7 @@ class Follow(TorchDispatchMode):
         self.memory = Memory(self.weights.nodes)
         self.pins: list[Pinned] = []
         self.absorbed: list[Tensor] = []
+        self.untrained: list[Tensor] = []
         self.norms: dict[tuple[int, ...], Norm] = {}
         self.statistics: dict[int, tuple[Tensor, int]] = {}
         self.positions: dict[tuple[int, int], tuple[int, int]] = {}
@@ -225,8 +227,13 @@ class Follow(TorchDispatchMode):
     # The run ----------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name, writes, is_view = _facts(func)
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # nodes are on the CPU, whatever the default device, and nobody's business
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name, writes, is_view = facts(func)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         for t in _targets(func, args, kwargs) if writes else ():
             if key_of(t) in self.parameters and t.numel():
@@ -240,7 +247,7 @@ class Follow(TorchDispatchMode):
                 if decomposed is not NotImplemented:
                     return decomposed
                 rule = self.rules[""]
-            result = rule(self, Call(name, func, _bound(func, args, kwargs)))
+            result = rule(self, Call(name, func, bound(func, args, kwargs)))
         out = func(*args, **kwargs)
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if result is not None or (writes and not is_view and any(t in self.memory for t in outs)):
@@ -253,11 +260,12 @@ class Follow(TorchDispatchMode):
     def whole(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Follows a function as one operation, whatever it is made of."""
         self.operation = name
-        nodes = self.rules[name](self, Call(name, func, {**dict(zip(ARGUMENTS[name], args, strict=False)), **kwargs}))
-        with _disable_current_modes():
+        bound = {**dict(zip(ARGUMENTS[name], args, strict=False)), **kwargs}
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            nodes = self.rules[name](self, Call(name, func, bound))
             out = func(*args, **kwargs)
-        self._assign(out, nodes[0] if isinstance(nodes, list) else nodes)
-        self._taint(False, name, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)], [out])
+            self._assign(out, nodes[0] if isinstance(nodes, list) else nodes)
+        self._taint(False, name, [t for t in tree_leaves(bound) if isinstance(t, Tensor)], [out])
         return out
 
     def _assign(self, t: Tensor, nodes: Nodes) -> None:
@@ -307,7 +315,8 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in self.ESCAPES and args and isinstance(args[0], Tensor) and args[0] in self.follow.memory:
-            self.follow.pin(self.follow.content(args[0].detach()), "its values are read outside of torch", name)
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                self.follow.pin(self.follow.content(args[0].detach()), "its values are read outside of torch", name)
         if name == "scaled_dot_product_attention":
             return self.follow.whole(name, func, args, kwargs)
         return func(*args, **kwargs)
@@ -319,9 +328,9 @@ def written(name: str) -> TraceError:
 
 def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes to."""
-    bound = _bound(func, args, kwargs)
+    given = bound(func, args, kwargs)
     names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [t for name in names for t in tree_leaves(bound.get(name)) if isinstance(t, Tensor)]
+    return [t for name in names for t in tree_leaves(given.get(name)) if isinstance(t, Tensor)]
 
 
 def _sizes(content: Tensor | Raw) -> tuple[int, ...]:
@@ -329,7 +338,7 @@ def _sizes(content: Tensor | Raw) -> tuple[int, ...]:
 
 
 @cache
-def _facts(func: Any) -> tuple[str, bool, bool]:
+def facts(func: Any) -> tuple[str, bool, bool]:
     """Its name without the underscore of a call in place, whether it writes, and whether its result is a view."""
     name = func._schema.name.split("::")[1]
     writes = func._schema.is_mutable
@@ -349,6 +358,6 @@ def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(a.name for a in arguments), {a.name: a.default_value for a in arguments}
 
 
-def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     names, defaults = _signature(func)
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}

@@ -186,4 +186,4 @@ def attributes(model: nn.Module) -> list[Tensor]:
     return found
 
 
-HELD = frozenset("_parameters _buffers _modules".split())
+HELD = frozenset(vars(nn.Module()))  # what every module has

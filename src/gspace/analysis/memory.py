@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gspace.analysis.equations import squash
+from gspace.analysis.equations import thin
 
 Sizes = tuple[int, ...]
 
@@ -90,7 +90,7 @@ class Memory:
         """`content` has the sizes of `t`, or is to be expanded to them."""
         key, (sizes, strides, offset) = key_of(t), geometry(t)
         old = self.shadows.get(key)
-        ground = isinstance(content, Tensor) and not bool(content.any())
+        ground = isinstance(content, Tensor) and not bool(thin(content)[0].any())
         storage = t.untyped_storage()
         whole = t.numel() * t.element_size() == storage.nbytes()
         if whole or old is None:
@@ -190,9 +190,3 @@ def _merge(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
         if outer != inner * n:
             return None
     return strides[-1]
-
-
-def squashed(nodes: Tensor) -> Tensor:
-    """The same nodes, expanded over every dimension in which they do not change."""
-    (few,) = squash(nodes)
-    return few.expand(nodes.shape)

@@ -3,6 +3,7 @@
 Shapes: `head` is `(group, out)`, `tail` is `(group, in)`, a parameter is viewed as `(group, out, in, *taps)`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -154,11 +155,13 @@ class Analysis:
             name: getattr(self, name)
             for name in ("H", "H_absorbed", "H_paper", "m", "dim", "invariant_ratio", "residual")
         }
-        return {**counts, "units": [vars(g) for g in self.units], "pinned": [vars(p) for p in self.pinned]}
+        forms = {str(node): [[u, str(c)] for u, c in form] for node, form in self.forms.items()}
+        lists = {"units": [vars(g) for g in self.units], "pinned": [vars(p) for p in self.pinned]}
+        return {**counts, **lists, "forms": forms, "unseen": dict(self.unseen)}
 
     def __str__(self) -> str:
         rows = [("units", "kind", "written by", "read by")]
-        rows += [(str(g.count), g.kind, ", ".join(g.written), ", ".join(g.read)) for g in self.units]
+        rows += [(_times(g.count, n), g.kind, ", ".join(g.written), ", ".join(g.read)) for g, n in folded(self.units)]
         lines = _aligned(rows)
         lines += [
             "",
@@ -166,11 +169,48 @@ class Analysis:
         ]
         if self.H_absorbed or self.H_paper != self.H:
             lines.append(
-                f"BatchNorm: {self.H_absorbed:,} absorbed rows; {self.H_paper:,} units where it is ignored (the paper)"
+                f"norms absorb {self.H_absorbed:,} more as ε → 0; {self.H_paper:,} units in the view of the paper, "
+                "where BatchNorm is ignored"
             )
         if self.pinned:
-            lines += ["", "pinned:"] + [f"  {pin}" for pin in self.pinned]
+            lines += ["", "pinned:"] + [f"  {pin}" for pin in _folded_pins(self.pinned)]
+        if self.unseen:
+            lines += ["", "not used by the example, so nothing is known of:"]
+            lines += [f"  {n:,} weights of {name}" for name, n in self.unseen.items()]
         return "\n".join(lines)
+
+
+def folded(groups: Sequence[UnitGroup]) -> list[tuple[UnitGroup, int]]:
+    """Groups that repeat from layer to layer as one, numbers in their names as *, and how often they occur.
+
+    >>> a, b = (UnitGroup(4, (f"layers.{k}.up",), (f"layers.{k}.down",), "exact") for k in (0, 1))
+    >>> folded([a, b])
+    [(UnitGroup(count=4, written=('layers.*.up',), read=('layers.*.down',), kind='exact'), 2)]
+    """
+    found: dict[UnitGroup, list[UnitGroup]] = {}
+    for g in groups:
+        alike = UnitGroup(g.count, _starred(g.written), _starred(g.read), g.kind)
+        found.setdefault(alike, []).append(g)
+    return [(alike if len(same) > 1 else same[0], len(same)) for alike, same in found.items()]
+
+
+def _folded_pins(pins: Sequence[Pin]) -> list[str]:
+    found: dict[tuple[str, str, int, str], list[Pin]] = {}
+    for pin in pins:
+        (where, reason) = (_starred((text,))[0] for text in (pin.where, pin.reason))
+        found.setdefault((pin.operation, where, pin.count, reason), []).append(pin)
+    return [
+        str(same[0]) if len(same) == 1 else f"{_times(count, len(same))} channels at {where} ({operation}): {reason}"
+        for (operation, where, count, reason), same in found.items()
+    ]
+
+
+def _starred(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(re.sub(r"(?<![\w])\d+(?![\w])", "*", name) for name in names))
+
+
+def _times(count: int, times: int) -> str:
+    return str(count) if times == 1 else f"{count} × {times}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], limit: int = 60) -> list[str]:

@@ -17,7 +17,7 @@ from gspace.analysis.follow import Call, Follow, Nodes, Norm, Pinned
 from gspace.analysis.memory import Raw, key_of
 
 EPSILON = 1e-2  # a number below it that is added to a scaled value is an ε: without it, the scale would be exact
-ZERO = torch.tensor(GROUND)
+ZERO = torch.tensor(GROUND, device="cpu")
 
 
 def unknown(s: Follow, c: Call) -> Nodes:
@@ -129,6 +129,8 @@ def chosen(s: Follow, c: Call) -> Nodes:
         dims = [0 if c.name == "embedding" else c["dim"] % max(rank, 1)]
     if c.name == "embedding" and raw is not None:
         head = s.weights.edges(raw, ZERO, (1, raw.sizes[1]))
+        if c["padding_idx"] >= 0:
+            s.untrained.append(head)
         return head[0]
     if raw is not None:
         nodes = s.weights.edges(raw, ZERO, [1 if d in dims else n for d, n in enumerate(raw.sizes)]).expand(raw.sizes)
@@ -415,11 +417,11 @@ def batch_norm(s: Follow, c: Call) -> list[Nodes]:
     """Divides the scale of each channel out; γ and β write the units behind it, statistics follow those before it."""
     x = c["input"]
     absorbed = s.reduce(s.ids(x), [0, *range(2, x.dim())]).reshape(-1)
-    s.absorb(absorbed)
     statistics = [(c.get(name), power) for name, power in (("running_mean", 1), ("running_var", 2))]
     statistics = [(t, power) for t, power in statistics if isinstance(t, Tensor)]
     gain = s.raw(c["weight"])
     if gain is None and (c["weight"] is not None or not statistics):  # an InstanceNorm, or a computed gain
+        s.absorb(absorbed)
         return [_channels(_affine(s, c["weight"], c["bias"]), x.dim()), None, None, None, None]
     key = tuple(absorbed.tolist())
     if gain is not None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.assemble import unread
@@ -68,7 +69,7 @@ def _run(task: Task, examples: Sequence[Inputs]) -> Follow:
         for training in task.modes:
             set_mode(task.model, training)
             _repeat(follow, task, example)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for _ in range(3):  # experts that no token went to
         if not unread(follow, task.model):
             break
@@ -132,7 +133,7 @@ def _repeat(follow: Follow, task: Task, example: Inputs) -> None:
         _once(follow, task, example)
         if follow.branches == tossed:
             return
-        before, free = free, int((follow.equations.find(torch.arange(follow.equations.count)) > 1).sum())
+        before, free = free, follow.weights.free()
         quiet = quiet + 1 if free == before else 0
         if quiet == QUIET:
             return
@@ -150,16 +151,17 @@ def _once(follow: Follow, task: Task, example: Inputs) -> None:
         raise
     except Exception as error:
         raise TraceError(f"the model does not accept this example_input: {first_line(error)}") from error
-    for t in tensors_in(out):
-        if t in follow.memory:
-            follow.pin(follow.ids(t), "an output of the model", "output")
     for name, p in model.named_parameters():
         if key_of(p) not in follow.parameters and p.numel():
             raise written(name)
-    statistics = set(follow.statistics)
-    for t in [*kept(model, before), *model.buffers()]:
-        if t in follow.memory and follow.depends_on_data(t) and key_of(t) not in statistics:
-            follow.pin(follow.ids(t), "kept in an attribute of the model", "attribute")
+    with torch._C.DisableTorchFunction():
+        for t in tensors_in(out):
+            if t in follow.memory:
+                follow.pin(follow.ids(t), "an output of the model", "output")
+        statistics = set(follow.statistics)
+        for t in [*kept(model, before), *model.buffers()]:
+            if t in follow.memory and follow.depends_on_data(t) and key_of(t) not in statistics:
+                follow.pin(follow.ids(t), "kept in an attribute of the model", "attribute")
 
 
 @contextmanager
@@ -175,10 +177,10 @@ def _named(follow: Follow, task: Task) -> Iterator[None]:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if module in names and follow.modules and threading.get_ident() == here:
             if module in task.modules:
-                for t in tensors_in(output):
-                    if t in follow.memory:
-                        follow.pin(follow.ids(t), "pinned on request", "pin")
-                        follow.memory.write(t.detach(), torch.tensor(0))
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                    for t in tensors_in(output):
+                        if t in follow.memory:
+                            follow.pin(follow.ids(t), "pinned on request", "pin")
             follow.modules.pop()
 
     handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]

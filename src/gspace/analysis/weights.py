@@ -7,7 +7,7 @@ the constants add up to 0.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Use:
     tail: Tensor
     shift: float
     normalizes: bool = False  # γ or β of a BatchNorm
+    pinned: bool = False  # read in a way that lets no scale change it: no edge
 
 
 @dataclass
@@ -89,8 +90,13 @@ class Weights:
         for use in self.uses.get(self.region(raw), ()):
             if use.place == place and self._same(use.head, zero) and self._same(use.tail, zero):
                 return 0
-        self.use(Use(place, zero, zero, 0.0))
+        self.use(Use(place, zero, zero, 0.0, pinned=True))
         return min([n for n in place.sizes if n > 1][:2], default=1)
+
+    def free(self) -> int:
+        """How many classes of nodes the uses touch."""
+        ends = [t.reshape(-1) for uses in self.uses.values() for use in uses for t in (use.head, use.tail)]
+        return len(self.equations.find(torch.cat(ends)).unique()) if ends else 0
 
     def _same(self, a: Tensor, b: Tensor) -> bool:
         (a,), (b,) = squash(self.equations.find(a)), squash(self.equations.find(b))
@@ -99,7 +105,7 @@ class Weights:
     def use(self, new: Use) -> None:
         """Enters a use; what an earlier one says of the same elements is made to agree with it."""
         rank = len(new.place.sizes)
-        new = Use(new.place, _of_rank(new.head, rank), _of_rank(new.tail, rank), new.shift, new.normalizes)
+        new = replace(new, head=_of_rank(new.head, rank), tail=_of_rank(new.tail, rank))
         region = self.region(new.place)
         earlier = self.uses.setdefault(region, [])
         for use in earlier:

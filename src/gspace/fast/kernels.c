@@ -5,18 +5,17 @@
 #include <math.h>
 #include <stdint.h>
 
-enum {
-    WEIGHT, SLOT, OFFSET, GROUPS, R, C, LANES, STEPS, DOWN, ACROSS, ROW_TABLE, COLUMN_TABLE, COLUMN_OUT, COLUMN_STRIDE,
-    ROW_OUT, ROW_STRIDE, PERIOD, SWAP, FLOW, NORMAL, GROUP, UNIT, CHUNK_ROWS, CHUNK_COLUMNS, EVEN, FIELDS
-};
-enum { GRAD, BUFFER, FRESH }; /* the header: for each, one number per parameter */
-enum { LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER };
-enum { FOLD = 10, ROOT = 7, WIDEST = 8192, LONG = 2048, AHEAD = 32 };
+/* Indices into records, headers and tables (WEIGHT, GRAD, LR ...) come in front of this file, from LAYOUT in tables.py, and with
+ * them the number of columns of each (RECORD, HYPER, FOLD ...). */
+enum { WIDEST = 8192, LONG = 2048, AHEAD = 32 };
 
 typedef struct {
-    const int64_t *params, *folds, *free, *roots; /* the order of TABLES and SCRATCH in native.py */
-    const int32_t *chunks, *units, *lists, *root;
-    REAL *partial, *norms, *sums, *factors, *root_grad, *ratio, *raw, *squares;
+    const int64_t *params, *folds, *free, *roots, *skeleton; /* the order of TABLES and SCRATCH in native.py */
+    const int32_t *chunks, *units, *lists;
+    const double *reference;
+    const int32_t *root, *order;
+    REAL *partial, *norms, *sums, *factors, *root_grad, *coordinates, *ratio, *raw, *squares;
+    double *products;
     int64_t n_chunks, n_folds, norm_folds, n_roots, n_units, slots;
     int64_t paper, normalized, spread, threads;
     double max_ratio, max_drift, max_norm; /* 0: none */
@@ -33,11 +32,11 @@ typedef struct {
 static Chunk chunk_at(const Plan *p, const int64_t *header, int64_t i)
 {
     const int32_t *c = p->chunks + 4 * i;
-    const int64_t *r = p->params + c[0] * FIELDS, *h = header + r[SLOT];
-    Chunk k = {.record = r, .group = c[1], .row0 = c[2], .column0 = c[3], .stride = r[C]};
-    int64_t start = r[OFFSET] + (k.group * r[R] + k.row0) * r[C] + k.column0;
-    k.rows = r[R] - k.row0 < r[CHUNK_ROWS] ? r[R] - k.row0 : r[CHUNK_ROWS];
-    k.columns = r[C] - k.column0 < r[CHUNK_COLUMNS] ? r[C] - k.column0 : r[CHUNK_COLUMNS];
+    const int64_t *r = p->params + c[0] * RECORD, *h = header + r[SLOT];
+    Chunk k = {.record = r, .group = c[1], .row0 = c[2], .column0 = c[3], .stride = r[COLUMNS]};
+    int64_t start = r[OFFSET] + (k.group * r[ROWS] + k.row0) * r[COLUMNS] + k.column0;
+    k.rows = r[ROWS] - k.row0 < r[CHUNK_ROWS] ? r[ROWS] - k.row0 : r[CHUNK_ROWS];
+    k.columns = r[COLUMNS] - k.column0 < r[CHUNK_COLUMNS] ? r[COLUMNS] - k.column0 : r[CHUNK_COLUMNS];
     k.w = (REAL *)r[WEIGHT] + start;
     k.g = h[GRAD] ? (const REAL *)h[GRAD] + start : 0;
     k.b = h[BUFFER * p->slots] ? (REAL *)h[BUFFER * p->slots] + start : 0;
@@ -98,8 +97,8 @@ static void move_one(REAL *restrict w, const REAL *restrict g, int64_t n, const 
 static const int32_t *norm_index(const Plan *p, const Chunk *k, int64_t row, int64_t *base)
 {
     const int64_t *r = k->record;
-    *base = p->units[r[ROW_TABLE] + 2 * r[GROUPS] * r[R] + k->group * r[R] + k->row0 + row];
-    return p->units + r[COLUMN_TABLE] + 2 * r[GROUPS] * r[C] + k->group * r[C] + k->column0;
+    *base = p->units[r[ROW_TABLE] + 2 * r[GROUPS] * r[ROWS] + k->group * r[ROWS] + k->row0 + row];
+    return p->units + r[COLUMN_TABLE] + 2 * r[GROUPS] * r[COLUMNS] + k->group * r[COLUMNS] + k->column0;
 }
 
 /* Partial sums of one chunk; whether they are finite, which they are only if every gradient is. */
@@ -109,9 +108,9 @@ static int flow(const Plan *p, const int64_t *header, int64_t i, int with_sums, 
     const int64_t *r = k.record;
     const int swap = r[SWAP] != 0, sums = r[FLOW] && with_sums, squares = r[NORMAL] && with_norms;
     REAL *on_columns = (swap ? squares : sums)
-        ? p->partial + r[COLUMN_OUT] + k.row0 / r[CHUNK_ROWS] * r[COLUMN_STRIDE] + k.group * r[C] + k.column0 : 0;
+        ? p->partial + r[COLUMN_OUT] + k.row0 / r[CHUNK_ROWS] * r[COLUMN_STRIDE] + k.group * r[COLUMNS] + k.column0 : 0;
     REAL *on_rows = (swap ? sums : squares)
-        ? p->partial + r[ROW_OUT] + k.column0 / r[CHUNK_COLUMNS] * r[ROW_STRIDE] + (k.group * r[R] + k.row0) * r[PERIOD] : 0;
+        ? p->partial + r[ROW_OUT] + k.column0 / r[CHUNK_COLUMNS] * r[ROW_STRIDE] + (k.group * r[ROWS] + k.row0) * r[PERIOD] : 0;
     REAL check = 0;
     if (on_columns)
         for (int64_t j = 0; j < k.columns; j++) on_columns[j] = 0;
@@ -173,13 +172,14 @@ static void fetch(const REAL *w, const REAL *g, int64_t at)
 
 static void fold(const Plan *p, const int64_t *header, int64_t i)
 {
-    const int64_t *f = p->folds + i * FOLD, count = f[1], taps = f[2], stride = f[3], first = f[4], end = f[5], edges = f[7];
-    const REAL *w = (const REAL *)f[8], *g = (const REAL *)header[f[9]];
-    REAL *restrict total = (edges < 0 ? p->norms : p->sums) + f[6];
+    const int64_t *f = p->folds + i * FOLD, count = f[COUNT], taps = f[TAPS], stride = f[STRIDE];
+    const int64_t first = f[FIRST], end = f[END], edges = f[EDGES];
+    const REAL *w = (const REAL *)f[FOLD_WEIGHT], *g = (const REAL *)header[f[FOLD_SLOT]];
+    REAL *restrict total = (edges < 0 ? p->norms : p->sums) + f[TARGET];
     for (int64_t item = first; item < end && edges >= 0; item++) fetch(w, g, p->free[(edges + item) * 2]);
     for (int64_t item = first; item < end; item++) total[item] = 0;
     for (int64_t q = 0; q < count; q += taps) {
-        const REAL *restrict part = p->partial + f[0] + q / taps * stride;
+        const REAL *restrict part = p->partial + f[SOURCE] + q / taps * stride;
         if (taps == 1)
             for (int64_t item = first; item < end; item++) total[item] += part[item];
         else
@@ -197,35 +197,65 @@ static void fold(const Plan *p, const int64_t *header, int64_t i)
     }
 }
 
-static void gather(const Plan *p, const int64_t *header, const double *hyper, const REAL *in, const REAL *out)
+/* Ĩ and Õ: products of skeleton weights over their references along the walks to ground, nearest to ground first.
+ * Returns whether no skeleton weight is 0. */
+static int measure(const Plan *p)
 {
+    const int64_t n = 2 * p->n_units;
+    int sound = 1;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t u = p->order[i], *e = p->skeleton + u * ENTRY;
+        for (int64_t k = i; i % AHEAD == 0 && k < i + AHEAD && k < n; k++) {
+            const int64_t *next = p->skeleton + p->order[k] * ENTRY;
+            if (next[ENTRY_PARAM] >= 0) fetch((const REAL *)p->params[next[ENTRY_PARAM] * RECORD + WEIGHT], 0, next[ENTRY_OFFSET]);
+        }
+        double x = 1;
+        if (e[ENTRY_PARAM] >= 0) {
+            const REAL *w = (const REAL *)p->params[e[ENTRY_PARAM] * RECORD + WEIGHT];
+            x = (double)w[e[ENTRY_OFFSET]] / p->reference[u] * p->products[e[FOLLOWING]];
+            sound &= w[e[ENTRY_OFFSET]] != 0;
+        }
+        p->products[u] = x;
+        p->coordinates[u] = (REAL)x;
+    }
+    return sound;
+}
+
+static void gather(const Plan *p, const int64_t *header, const double *hyper)
+{
+    const REAL *in = p->coordinates, *out = in + p->n_units;
     for (int64_t i = 0; i < p->n_roots; i++) {
-        const int64_t *root = p->roots + i * ROOT, *r = p->params + root[3] * FIELDS;
+        const int64_t *root = p->roots + i * ROOT, *r = p->params + root[ROOT_PARAM] * RECORD, at = root[ROOT_OFFSET];
         const REAL *w = (const REAL *)r[WEIGHT], *g = (const REAL *)header[r[SLOT]];
         for (int64_t k = i; i % AHEAD == 0 && k < i + AHEAD && k < p->n_roots; k++) {
-            const int64_t *next = p->roots + k * ROOT, *of = p->params + next[3] * FIELDS;
-            fetch((const REAL *)of[WEIGHT], (const REAL *)header[of[SLOT]], next[4]);
+            const int64_t *next = p->roots + k * ROOT, *of = p->params + next[ROOT_PARAM] * RECORD;
+            fetch((const REAL *)of[WEIGHT], (const REAL *)header[of[SLOT]], next[ROOT_OFFSET]);
         }
-        REAL behind = 0, norm = p->normalized ? p->norms[root[5]] : 1;
-        for (int64_t k = 0; k < root[2]; k++) behind += p->sums[p->lists[root[1] + k]];
-        REAL s = g ? w[root[4]] * g[root[4]] : 0;
+        REAL behind = 0, norm = p->normalized ? p->norms[root[ROOT_NORM]] : 1;
+        for (int64_t k = 0; k < root[LENGTH]; k++) behind += p->sums[p->lists[root[START] + k]];
+        REAL s = g ? w[at] * g[at] : 0;
         if (p->paper) {
             s *= norm;
             norm = 1;
         }
-        p->root_grad[root[0]] = (REAL)hyper[root[6] * HYPER + SIGN] * (s - behind) / norm / (in[root[0]] * out[root[0]]);
+        const REAL sign = (REAL)hyper[root[ROOT_GROUP] * HYPER + SIGN];
+        p->root_grad[root[ROOT_UNIT]] = sign * (s - behind) / norm / (in[root[ROOT_UNIT]] * out[root[ROOT_UNIT]]);
     }
 }
 
-static void move(const Plan *p, const double *hyper, const REAL *in, const REAL *out, REAL *buffer, int fresh, REAL shrink)
+/* Momentum of a trained skeleton path lies at its entry in the buffer of the parameter. */
+static void move(const Plan *p, const int64_t *header, const double *hyper, REAL shrink)
 {
+    const REAL *in = p->coordinates, *out = in + p->n_units;
     for (int64_t i = 0; i < p->n_roots; i++) {
-        const int64_t *root = p->roots + i * ROOT, u = root[0];
-        const double *h = hyper + root[6] * HYPER;
+        const int64_t *root = p->roots + i * ROOT, u = root[ROOT_UNIT], slot = p->params[root[ROOT_PARAM] * RECORD + SLOT];
+        const double *h = hyper + root[ROOT_GROUP] * HYPER;
+        REAL *buffer = (REAL *)header[BUFFER * p->slots + slot];
         REAL value = in[u] * out[u], d = p->root_grad[u] * shrink;
         if (buffer && h[MOMENTUM] != 0) {
-            buffer[u] = fresh ? d : (REAL)h[MOMENTUM] * buffer[u] + (REAL)(1 - h[DAMPENING]) * d;
-            d = h[NESTEROV] != 0 ? d + (REAL)h[MOMENTUM] * buffer[u] : buffer[u];
+            REAL *b = buffer + root[ROOT_OFFSET];
+            *b = header[FRESH * p->slots + slot] ? d : (REAL)h[MOMENTUM] * *b + (REAL)(1 - h[DAMPENING]) * d;
+            d = h[NESTEROV] != 0 ? d + (REAL)h[MOMENTUM] * *b : *b;
         }
         REAL r = 1 - (REAL)h[LR] * d / value;
         p->raw[u] = r;
@@ -243,11 +273,12 @@ static void move(const Plan *p, const double *hyper, const REAL *in, const REAL 
     }
 }
 
-/* Factors of each unit as tail and as head; the coordinates after the step. Returns whether products of four factors, a row's
- * and a column's squared, are far from the limits of REAL. */
-static int advance(const Plan *p, REAL *restrict in, REAL *restrict out)
+/* Factors of each unit as tail and as head. Returns whether products of four factors, a row's and a column's squared, are far
+ * from the limits of REAL. */
+static int factors(const Plan *p)
 {
     const int64_t n = p->n_units;
+    const REAL *restrict in = p->coordinates, *restrict out = in + n;
     const REAL far = sizeof(REAL) == 4 ? (REAL)1e8 : (REAL)1e70, near = 1 / far;
     REAL *restrict f = p->factors, *restrict c = f + 3 * n, *restrict rc = f + 5 * n;
     int tame = 1;
@@ -266,8 +297,6 @@ static int advance(const Plan *p, REAL *restrict in, REAL *restrict out)
         rc[u] *= c[u];
         f[2 * n + u] = 1 / rc[u];
         f[4 * n + u] = 1 / c[u];
-        in[u] *= rc[u];
-        out[u] /= c[u];
     }
     return tame;
 }
@@ -279,15 +308,15 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
     const double *h = hyper + r[GROUP] * HYPER;
     const REAL lr = (REAL)h[LR], momentum = (REAL)h[MOMENTUM], damped = (REAL)(1 - h[DAMPENING]), decay = (REAL)h[DECAY];
     const REAL sign = (REAL)h[SIGN] * (r[UNIT] ? shrink : 1);
-    const int64_t n = p->n_units, all_r = r[GROUPS] * r[R], all_c = r[GROUPS] * r[C];
-    const int32_t *row_table = p->units + r[ROW_TABLE] + k.group * r[R] + k.row0;
-    const int32_t *column_table = p->units + r[COLUMN_TABLE] + k.group * r[C] + k.column0;
+    const int64_t n = p->n_units, all_r = r[GROUPS] * r[ROWS], all_c = r[GROUPS] * r[COLUMNS];
+    const int32_t *row_table = p->units + r[ROW_TABLE] + k.group * r[ROWS] + k.row0;
+    const int32_t *column_table = p->units + r[COLUMN_TABLE] + k.group * r[COLUMNS] + k.column0;
     double square = 0;
     p->squares[i] = 0;
     if (!r[UNIT] && (!k.g || !apply)) return;
     for (int64_t first = 0; first < k.columns; first += WIDEST) {
         const int64_t width = k.columns - first < WIDEST ? k.columns - first : WIDEST;
-        REAL i_c[WIDEST], m_c[WIDEST], d[WIDEST], kept_c[WIDEST];
+        REAL i_c[WIDEST], m_c[WIDEST], d[WIDEST], kept_c[WIDEST], kept_b[WIDEST];
         const int32_t *entry_c = column_table + all_c + first; /* row of the entry of each column, within the group */
         for (int64_t j = 0; j < width && r[UNIT]; j++) {
             const int64_t a = entry_c[j] - k.row0;
@@ -300,7 +329,10 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
         }
         for (int64_t j = 0; j < width && r[UNIT]; j++) {
             const int64_t a = entry_c[j] - k.row0;
-            if (a >= 0 && a < k.rows) kept_c[j] = k.w[a * k.stride + first + j];
+            if (a >= 0 && a < k.rows) {
+                kept_c[j] = k.w[a * k.stride + first + j];
+                if (k.b) kept_b[j] = k.b[a * k.stride + first + j];
+            }
         }
         const int simple = apply && tame && k.g && decay == 0 && momentum == 0 && !r[NORMAL];
         if (simple)
@@ -338,6 +370,8 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
                         for (int64_t j = 0; j < width; j++) d[j] += decay * (w[j] / (i_r[0] * i_c[j]));
                     if (momentum != 0) {
                         REAL *restrict buffer = k.b + a * k.stride + first;
+                        const int own = entry[0] >= 0 && entry[0] < width;
+                        const REAL kept_here = own ? buffer[entry[0]] : 0;
                         if (k.fresh)
                             for (int64_t j = 0; j < width; j++) buffer[j] = d[j];
                         else
@@ -346,6 +380,7 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
                             for (int64_t j = 0; j < width; j++) d[j] += momentum * buffer[j];
                         else
                             for (int64_t j = 0; j < width; j++) d[j] = buffer[j];
+                        if (own) buffer[entry[0]] = kept_here;
                     }
                     for (int64_t j = 0; j < width; j++) w[j] = (w[j] - lr * d[j] * (i_r[0] * i_c[j])) * (m_r[0] * m_c[j]);
                 } else {
@@ -359,8 +394,10 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
         }
         for (int64_t j = 0; j < width && apply && r[UNIT]; j++) {
             const int64_t a = entry_c[j] - k.row0;
-            if (a >= 0 && a < k.rows)
+            if (a >= 0 && a < k.rows) {
                 k.w[a * k.stride + first + j] = kept_c[j] * (p->factors[2 * n + row_table[a]] * p->factors[4 * n + column_table[first + j]]);
+                if (k.b) k.b[a * k.stride + first + j] = kept_b[j];
+            }
         }
     }
     p->squares[i] = (REAL)square;
@@ -386,10 +423,11 @@ static void updates(const Plan *p, const int64_t *header, const double *hyper, i
     for (int64_t i = p->n_chunks - 1; i >= 0; i--) update(p, header, hyper, i, apply, tame, shrink); /* what was read last is cached */
 }
 
-/* One step; 0, and nothing moved, if a sum of w·g is not finite. */
-int step(const Plan *p, const int64_t *header, const double *hyper, REAL *in, REAL *out, REAL *buffer, int fresh)
+/* One step. Nothing moves, and the result is 0, if a sum of w·g is not finite; -1 if a path has no value to divide by. */
+int step(const Plan *p, const int64_t *header, const double *hyper)
 {
     REAL shrink = 1;
+    if (!measure(p)) return -1;
     if (p->paper) {
         flows(p, header, 0, 1);
         folds(p, header, 0, p->norm_folds);
@@ -399,13 +437,10 @@ int step(const Plan *p, const int64_t *header, const double *hyper, REAL *in, RE
         if (!flows(p, header, 1, 1)) return 0;
         folds(p, header, 0, p->n_folds);
     }
-    gather(p, header, hyper, in, out);
+    gather(p, header, hyper);
     if (p->max_norm > 0) {
         double total = 0;
-        for (int64_t u = 0; u < p->n_units; u++) {
-            p->factors[u] = 1 / in[u];
-            p->factors[p->n_units + u] = 1 / out[u];
-        }
+        for (int64_t u = 0; u < 2 * p->n_units; u++) p->factors[u] = 1 / p->coordinates[u];
         updates(p, header, hyper, 0, 0, 1);
         for (int64_t i = 0; i < p->n_chunks; i++) total += (double)p->squares[i];
         for (int64_t i = 0; i < p->n_roots; i++) {
@@ -415,7 +450,7 @@ int step(const Plan *p, const int64_t *header, const double *hyper, REAL *in, RE
         total = p->max_norm / (sqrt(total) + 1e-6);
         shrink = (REAL)(total < 1 ? total : 1);
     }
-    move(p, hyper, in, out, buffer, fresh, shrink);
-    updates(p, header, hyper, 1, advance(p, in, out), shrink);
+    move(p, header, hyper, shrink);
+    updates(p, header, hyper, 1, factors(p), shrink);
     return 1;
 }

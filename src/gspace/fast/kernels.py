@@ -4,19 +4,20 @@ What they read is written down in `tables.py`: one record per parameter, which l
 `(group, row, column)` with units on rows and columns, and a list of chunks. A chunk is what one program works on: some
 tiles of ROWS × WIDTH, side by side or one below the other.
 
+    walk_pass    skeleton weights → the coordinates Ĩ and Õ, up to 16 steps of each walk to ground at a time
     flow_pass    column sums of w·g (or row sums), row norms before BatchNorm, as partial sums of each chunk
     fold_pass    partial sums → one sum per input of each parameter, and one norm per row and tap
     roots_pass   sums → ∂ℓ/∂v of the trained skeleton paths → momentum → path ratios
-    units_pass   path ratios → the factors of every unit, and the coordinates after the step
+    units_pass   path ratios → the factors of every unit
     update_pass  weights and momentum buffers, skeleton entries included
 
 With EARLY a kernel lets the next one begin while it still runs; that one reads its tables and then waits for the rest
 (`gdc_wait`: programmatic dependent launch, for GPUs of compute capability 9 and above).
 
-Five launches, whatever the depth (two more with the paper's rule for BatchNorm; two more, and some of torch's, with
-clipping); no sum depends on the order in which programs run; nothing is read back by the host. A gradient that is not
-finite raises `flags[PENDING]` in `flow_pass`; the fold moves it to `flags[SKIP]`, and nothing that outlives the step is
-written while that is set.
+Six launches (one more where a walk is longer than 16, 256 … steps, two more with the paper's rule for BatchNorm; two
+more, and some of torch's, with clipping); no sum depends on the order in which programs run; nothing is read back by
+the host. A gradient that is not finite raises `flags[PENDING]` in `flow_pass`; the fold moves it to `flags[SKIP]`, and
+nothing that outlives the step is written while that is set.
 """
 
 from contextlib import suppress
@@ -24,20 +25,31 @@ from contextlib import suppress
 import triton
 import triton.language as tl
 
-from gspace.fast.tables import FEW, MORE, RECORD
+from gspace.fast.tables import FEW, LAYOUT, MORE
 
 with suppress(ImportError):  # before Triton 3.4, where no launch is EARLY
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Fields of a parameter's record.
+
+def _indices(table: str, names: str) -> list[tl.constexpr]:
+    """Where these fields stand in a row of a table, and how many it has."""
+    fields = LAYOUT[table]
+    return [tl.constexpr(fields.index(name)) for name in names.split()] + [tl.constexpr(len(fields))]
+
+
 (
     WEIGHT, SLOT, OFFSET, GROUPS, R, C, LANES, STEPS, DOWN, ACROSS, ROW_TABLE, COLUMN_TABLE, COLUMN_OUT, COLUMN_STRIDE,
-    ROW_OUT, ROW_STRIDE, PERIOD, SWAP, FLOW, NORMAL, GROUP, UNIT, CHUNK_ROWS, CHUNK_COLUMNS, EVEN,
-) = (tl.constexpr(i) for i in range(len(RECORD)))  # fmt: skip
-FIELDS = tl.constexpr(len(RECORD))
-# Hyper-parameters of a group, float64.
-LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER = (tl.constexpr(i) for i in range(7))
-FOLD, ROOT, SLOTS = tl.constexpr(10), tl.constexpr(7), tl.constexpr(128)
+    ROW_OUT, ROW_STRIDE, PERIOD, SWAP, FLOW, NORMAL, GROUP, UNIT, CHUNK_ROWS, CHUNK_COLUMNS, EVEN, FIELDS,
+) = _indices("RECORD", " ".join(LAYOUT["RECORD"]))  # fmt: skip
+LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER = _indices("HYPER", "lr momentum dampening nesterov decay sign")
+SOURCE, COUNT, TAP, STRIDE, FIRST, END, TARGET, EDGES, FOLD_WEIGHT, FOLD_SLOT, FOLD = _indices(
+    "FOLD", "source count taps stride first end target edges fold_weight fold_slot"
+)
+ROOT_UNIT, START, LENGTH, ROOT_PARAM, ROOT_OFFSET, ROOT_NORM, ROOT_GROUP, ROOT = _indices(
+    "ROOT", "root_unit start length root_param root_offset root_norm root_group"
+)
+ENTRY_PARAM, ENTRY_OFFSET, ENTRY = _indices("ENTRY", "entry_param entry_offset")
+SLOTS = tl.constexpr(128)
 SHALLOW, WIDER = tl.constexpr(FEW), tl.constexpr(MORE)
 PENDING, SKIP, SKIPPED = (tl.constexpr(i) for i in range(3))
 
@@ -76,6 +88,38 @@ def _norm_places(record, index, group, row, column):
     of_columns = index + tl.load(record + COLUMN_TABLE) + (2 * _field(record, GROUPS) + group) * columns
     n_r = tl.load(of_rows + row, mask=row < unit_rows, other=0)
     return n_r, tl.load(of_columns + column, mask=column < unit_columns, other=0)
+
+
+@triton.jit
+def walk_pass(
+    ancestors, skeleton, reference, records, before, after, count,
+    GATHER: tl.constexpr, STRIDES: tl.constexpr,
+    DTYPE: tl.constexpr, UNITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Products over the units that a walk meets, or over what each of them has collected before (without GATHER).
+
+    `ancestors` are their numbers, `(STRIDES, 2·(H + 1))`; ground counts as 1. All in float64: ratios of weights to
+    their references lie as far apart as scales do.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        if not GATHER:
+            gdc_wait()
+    u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    exists = u < count
+    product = tl.full([UNITS], 1.0, tl.float64)
+    for k in range(STRIDES):
+        at = tl.load(ancestors + k * count + u, mask=exists, other=0)
+        if GATHER:
+            param = tl.load(skeleton + at * ENTRY + ENTRY_PARAM, mask=exists, other=-1)
+            there = param >= 0
+            offset = tl.load(skeleton + at * ENTRY + ENTRY_OFFSET, mask=there, other=0)
+            address = tl.load(records + param * FIELDS + WEIGHT, mask=there, other=0)
+            w = tl.load(address.to(tl.pointer_type(DTYPE)) + offset, mask=there, other=1.0).to(tl.float64)
+            product *= w / tl.load(reference + at, mask=there, other=1.0)
+        else:
+            product *= tl.load(before + at, mask=exists, other=1.0)
+    tl.store(after + u, product, mask=exists)
 
 
 @triton.jit
@@ -185,6 +229,8 @@ def flow_pass(
             record, grad, index, norms, partial, flags, group, row0, column0,
             False, SUMS, NORMS, DTYPE, ACC, ROWS, WIDTH,
         )  # fmt: skip
+    if EARLY and NORMS:  # what follows this pass may count on the one before it, too
+        gdc_wait()
 
 
 @triton.jit
@@ -192,15 +238,15 @@ def _fold(
     fold, grads, partial, norms, free, sums,
     WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, DEPTH: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    source, count, taps, stride = tl.load(fold), _field(fold, 1), _field(fold, 2), _field(fold, 3)
-    item, end = _field(fold, 4) + tl.arange(0, ITEMS), _field(fold, 5)
-    target, edges = tl.load(fold + 6), tl.load(fold + 7)
+    source, count, taps = tl.load(fold + SOURCE), _field(fold, COUNT), _field(fold, TAP)
+    stride, item, end = _field(fold, STRIDE), _field(fold, FIRST) + tl.arange(0, ITEMS), _field(fold, END)
+    target, edges = tl.load(fold + TARGET), tl.load(fold + EDGES)
     # Nothing of this depends on the sums: asked for first, it comes while they are read.
     exists = item < tl.where(edges < 0, 0, end)
     offset = tl.load(free + (edges + item) * 2, mask=exists, other=-1)
-    g_address = tl.load(grads + tl.load(fold + 9))
+    g_address = tl.load(grads + tl.load(fold + FOLD_SLOT))
     g_least = tl.where(g_address != 0, 0, 2**62)
-    w = tl.load(tl.load(fold + 8).to(tl.pointer_type(DTYPE)) + offset, mask=offset >= 0, other=0.0).to(ACC)
+    w = tl.load(tl.load(fold + FOLD_WEIGHT).to(tl.pointer_type(DTYPE)) + offset, mask=offset >= 0, other=0.0).to(ACC)
     g = tl.load(g_address.to(tl.pointer_type(DTYPE)) + offset, mask=offset >= g_least, other=0.0).to(ACC)
     total = tl.zeros([DEPTH, ITEMS], ACC)
     for q in range(0, count, DEPTH):
@@ -229,7 +275,7 @@ def fold_pass(
     are new: those that are `fresh`, and those `waiting` since a step that was not taken.
     """
     fold = folds + tl.program_id(0) * FOLD
-    shallow = tl.load(fold + 1) <= SHALLOW
+    shallow = tl.load(fold + COUNT) <= SHALLOW
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -264,42 +310,44 @@ def _fetch(address, target):
 
 @triton.jit
 def roots_pass(
-    roots, lists, records, grads, hyper, sums, norms, flags, incoming, outgoing, root_grad, shrink, buffer, fresh,
-    ratio, raw, count,
+    roots, lists, records, grads, buffers, fresh, hyper, sums, norms, flags, coordinates, root_grad, shrink,
+    ratio, raw, count, units,
     GATHER: tl.constexpr, MOVE: tl.constexpr, WEIGHTED: tl.constexpr, NORMS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     MAX_RATIO: tl.constexpr, MAX_DRIFT: tl.constexpr,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, ROOTS: tl.constexpr, LENGTH: tl.constexpr, EARLY: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, ROOTS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """GATHER: the inverse chain rule, q(r)/v. MOVE: momentum, path ratio, guards. Apart only when ∂ℓ/∂v is clipped.
 
-    A guard of 0 is none.
+    Momentum of a trained skeleton path lies at its entry in the buffer of the parameter. A guard of 0 is none.
     """
     at = tl.program_id(0) * ROOTS + tl.arange(0, ROOTS)
     exists = at < count
     root = roots + at * ROOT
-    unit = tl.load(root, mask=exists, other=0)
-    group = tl.load(root + 6, mask=exists, other=0)
+    unit = tl.load(root + ROOT_UNIT, mask=exists, other=0)
+    group = tl.load(root + ROOT_GROUP, mask=exists, other=0)
+    record = records + tl.load(root + ROOT_PARAM, mask=exists, other=0) * FIELDS
+    offset, slot = tl.load(root + ROOT_OFFSET, mask=exists, other=0), tl.load(record + SLOT)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    value = tl.load(incoming + unit, mask=exists, other=1.0) * tl.load(outgoing + unit, mask=exists, other=1.0)
+    value = tl.load(coordinates + unit, mask=exists, other=1.0).to(ACC)
+    value *= tl.load(coordinates + units + unit, mask=exists, other=1.0).to(ACC)
     if GATHER:
-        start, length = tl.load(root + 1, mask=exists, other=0), tl.load(root + 2, mask=exists, other=0).to(tl.int32)
-        behind = tl.zeros([ROOTS, LENGTH], ACC)
-        for k in range(0, tl.max(length, 0), LENGTH):
-            step = k + tl.arange(0, LENGTH)
+        start = tl.load(root + START, mask=exists, other=0)
+        length = tl.load(root + LENGTH, mask=exists, other=0).to(tl.int32)
+        behind = tl.zeros([ROOTS, AT_ONCE], ACC)
+        for k in range(0, tl.max(length, 0), AT_ONCE):
+            step = k + tl.arange(0, AT_ONCE)
             there = step[None, :] < length[:, None]
             index = tl.load(lists + start[:, None] + step[None, :], mask=there, other=0)
             behind += tl.load(sums + index, mask=there, other=0.0)
-        record = records + tl.load(root + 3, mask=exists, other=0) * FIELDS
-        offset = tl.load(root + 4, mask=exists, other=0)
-        g_address = tl.load(grads + tl.load(record + SLOT))
+        g_address = tl.load(grads + slot)
         w = tl.load(tl.load(record + WEIGHT).to(tl.pointer_type(DTYPE)) + offset, mask=exists, other=0.0).to(ACC)
         g = tl.load(g_address.to(tl.pointer_type(DTYPE)) + offset, mask=exists & (g_address != 0), other=0.0).to(ACC)
         s = w * g
         norm = tl.full([ROOTS], 1.0, ACC)
         if NORMS:
-            norm = tl.load(norms + tl.load(root + 5, mask=exists, other=0))
+            norm = tl.load(norms + tl.load(root + ROOT_NORM, mask=exists, other=0))
         if WEIGHTED:
             s *= norm
             norm = tl.full([ROOTS], 1.0, ACC)
@@ -313,10 +361,11 @@ def roots_pass(
         if HAS_MOMENTUM:
             momentum = tl.load(hyper + group * HYPER + MOMENTUM).to(ACC)
             damped = (1 - tl.load(hyper + group * HYPER + DAMPENING)).to(ACC)
-            old = tl.load(buffer + unit, mask=exists, other=0.0)
-            new = tl.where(tl.load(fresh) != 0, d, momentum * old + damped * d)
-            tl.store(buffer + unit, new, mask=go & (momentum != 0))
-            look = tl.where(tl.load(hyper + group * HYPER + NESTEROV) != 0, d + momentum * new, new)
+            buffer = tl.load(buffers + slot).to(tl.pointer_type(DTYPE)) + offset
+            old = tl.load(buffer, mask=exists & (momentum != 0), other=0.0).to(ACC)
+            new = tl.where(tl.load(fresh + slot) != 0, d, momentum * old + damped * d).to(DTYPE)
+            tl.store(buffer, new, mask=go & (momentum != 0))
+            look = tl.where(tl.load(hyper + group * HYPER + NESTEROV) != 0, d + momentum * new.to(ACC), new.to(ACC))
             d = tl.where(momentum != 0, look, d)
         r = 1 - tl.load(hyper + group * HYPER + LR).to(ACC) * d / value
         tl.store(raw + unit, r, mask=go)
@@ -333,7 +382,7 @@ def roots_pass(
 
 @triton.jit
 def units_pass(
-    root, ratio, incoming, outgoing, factors, flags, count,
+    root, ratio, coordinates, factors, count,
     SPREAD: tl.constexpr, ACC: tl.constexpr, UNITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Factors of each unit as tail and as head: what its gradients, weights and skeleton weights are multiplied by.
@@ -351,16 +400,14 @@ def units_pass(
     c = tl.full([UNITS], 1.0, ACC)
     if SPREAD:
         c = tl.where(u > 0, 1 / tl.sqrt(tl.abs(r)), 1.0)
-    into, out = tl.load(incoming + u, mask=exists, other=1.0), tl.load(outgoing + u, mask=exists, other=1.0)
+    into = tl.load(coordinates + u, mask=exists, other=1.0).to(ACC)
+    out = tl.load(coordinates + count + u, mask=exists, other=1.0).to(ACC)
     tl.store(factors + u, 1 / into, mask=exists)
     tl.store(factors + count + u, 1 / out, mask=exists)
     tl.store(factors + 2 * count + u, 1 / (r * c), mask=exists)
     tl.store(factors + 3 * count + u, c, mask=exists)
     tl.store(factors + 4 * count + u, r, mask=exists)
     tl.store(factors + 5 * count + u, r, mask=exists)
-    go = u < tl.where(tl.load(flags + SKIP) == 0, count, 0)
-    tl.store(incoming + u, into * r * c, mask=go)
-    tl.store(outgoing + u, out / c, mask=go)
 
 
 @triton.jit
@@ -422,7 +469,8 @@ def _update(
             if HAS_MOMENTUM:
                 old = tl.load(b_base + offset, mask=(row < old_rows)[:, None] & there[None, :], other=0.0).to(ACC)
                 new = tl.where(fresh, d, momentum * old + damped * d).to(DTYPE)
-                tl.store(b_base + offset, new, mask=(row < b_rows)[:, None] & there[None, :])
+                # At entries of the skeleton lies the momentum of their paths, or 0.
+                tl.store(b_base + offset, new, mask=(row < b_rows)[:, None] & there[None, :] & ~(by_row | by_column))
                 # What is stored is what is used, in the precision of the buffer.
                 d = tl.where(momentum != 0, tl.where(nesterov, d + momentum * new.to(ACC), new.to(ACC)), d)
             m_r, m_c = tl.load(factors + 2 * units + id_r), tl.load(factors + 2 * units + id_c)

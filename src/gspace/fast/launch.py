@@ -1,8 +1,9 @@
 """Launches the kernels of `kernels.py`: what they need to know of a network, written down once, in a few tables.
 
 Everything here is bookkeeping on the host. A step uploads the addresses of gradients and the hyper-parameters where
-they changed, and launches five kernels, whatever the depth. The host never waits for the device. Captured in a CUDA
-graph, the step keeps the addresses and hyper-parameters it saw; a learning rate in a tensor is read at each replay.
+they changed, and launches six kernels, or a few more for deep networks. The host never waits for the device. Captured
+in a CUDA graph, the step keeps the addresses and hyper-parameters it saw; a learning rate in a tensor is read at each
+replay.
 """
 
 import functools
@@ -17,10 +18,11 @@ import triton
 from torch import Tensor
 
 from gspace.fast import kernels, network
-from gspace.fast.network import Given, Network, Task, addresses, hyper_parameters
+from gspace.fast.network import Given, Network, Outcome, Task, addresses, depths, hyper_parameters
 from gspace.fast.tables import Tile
 
 FOLD, DEPTH, ROOTS, UNITS = 32, 64, 16, 256  # items of one program of the small passes, and sums it reads at a time
+WALK = 16  # steps that one pass takes
 SPARE = 4  # captured steps between two others that find memory made for them
 KEPT: list[object] = []  # headers that CUDA graphs read at each replay: never freed
 DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)  # how compiled kernels are called varied before
@@ -29,7 +31,7 @@ DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "
 
 def refusal(task: Task, tile: Tile = Tile()) -> str | None:
     """Why the kernels cannot run on these parameters, None if they can."""
-    if not task.layers:
+    if not task.weights:
         return "no parameter touches a unit"
     dtype, kind = task.weights[0].dtype, task.weights[0].device.type
     if dtype not in DTYPES:
@@ -55,10 +57,12 @@ class FusedStep:
         self.shrink = torch.ones(1, dtype=network.dtype, device=weight.device)
         self.flags = torch.zeros(3, dtype=torch.int32, device=weight.device)
         self.header = Header(network.parameters, weight.device)
-        # Which momentum buffers are new, and which have been since a step that was not taken; the last are the roots'.
-        self.new, self.waiting = torch.zeros(2, len(network.parameters) + 1, dtype=torch.int32, device=weight.device)
+        # Which momentum buffers are new, and which have been since a step that was not taken.
+        self.new, self.waiting = torch.zeros(2, len(network.parameters), dtype=torch.int32, device=weight.device)
+        self.walks = [walk.to(weight.device) for walk in _walks(network.tables.skeleton[:, -1].cpu())]
+        self.products = torch.ones(2, 2 * len(network.root), dtype=torch.float64, device=weight.device).unbind()
         self.compiled: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
-        self.last: tuple[Sent, list[int]] | None = None  # what the calls below were made for
+        self.last: Sent | None = None  # what the calls below were made for
         self.calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.complete = False  # whether these calls are the whole step
         self.early = DIRECT and _dependent_launches(weight.device)
@@ -66,34 +70,40 @@ class FusedStep:
         types = {"DTYPE": weight.dtype, "ACC": network.dtype}
         self.kinds = {name: getattr(triton.language, DTYPES[dtype]) for name, dtype in types.items()}
 
-    def step(self, given: Given) -> bool:
-        """Moves every parameter, buffer and coordinate by one step, in place, unless a gradient is not finite.
+    def step(self, given: Given) -> Outcome:
+        """Moves every parameter and buffer by one step, in place, unless a gradient is not finite.
 
         Path ratios, bounded and not, are left in the network; how many steps were not taken, in `flags[2]`.
         """
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             sent = self.header.upload(given)
-            places = addresses((given.incoming, given.outgoing, given.root_buffer))
-            if self.last is not None and self.last[0] is sent and self.last[1] == places:
+            if self.last is sent:
                 for call, arguments in self.calls:
                     call(*arguments)
             else:
                 self.last, self.calls, self.complete, self.begun = None, [], True, False
                 self._passes(given, sent)
-                self.last = (sent, places) if self.complete else None
+                self.last = sent if self.complete else None
         torch.autograd.graph.increment_version(self.network.parameters)
-        return True
+        return Outcome.TAKEN
 
     def _passes(self, given: Given, sent: "Sent") -> None:
         net, groups = self.network, given.groups
-        incoming, outgoing, root_buffer = given.incoming, given.outgoing, given.root_buffer
-        params, chunks, folds, units, free, roots, lists = net.tables
-        has_momentum = root_buffer is not None
+        has_momentum = any(group["momentum"] != 0 for group in groups)
+        params, chunks, folds, units, free, roots, lists, skeleton, reference = net.tables
+        coordinates = self.products[(len(self.walks) - 1) % 2]
         has_decay = any(isinstance(g["weight_decay"], Tensor) or g["weight_decay"] != 0 for g in groups)
         tile = net.tile
         shape = {"WIDE": sent.aligned, "ROWS": tile.rows, "WIDTH": tile.width, "num_warps": tile.warps}
         if net.dtype == torch.float32 and isinstance(kernels.flow_pass, triton.JITFunction):
             shape["maxnreg"] = tile.registers
+
+        def walk(k: int) -> None:
+            before, after = self.products[(k - 1) % 2], self.products[k % 2]
+            tensors = (self.walks[k], skeleton, reference, params, before, after, len(after))
+            options = {"GATHER": k == 0, "STRIDES": len(self.walks[k])}
+            programs = triton.cdiv(len(after), UNITS)
+            self._launch("walk_pass", programs, tensors, **options, DTYPE=self.kinds["DTYPE"], UNITS=UNITS)
 
         def flow(sums: bool, norms: bool) -> None:
             tensors = (chunks, params, sent.grads, units, net.norms, net.partial, self.flags)
@@ -109,12 +119,11 @@ class FusedStep:
 
         def at_roots(gather: bool, move: bool) -> None:
             tensors = (
-                roots, lists, params, sent.grads, sent.hyper, net.sums, net.norms, self.flags, incoming, outgoing,
-                net.root_grad, self.shrink, root_buffer if has_momentum else self.shrink, self.new[-1:],
-                net.ratio, net.raw, len(roots),
+                roots, lists, params, sent.grads, sent.buffers, self.new, sent.hyper, net.sums, net.norms, self.flags,
+                coordinates, net.root_grad, self.shrink, net.ratio, net.raw, len(roots), len(net.root),
             )  # fmt: skip
             guards = {"MAX_RATIO": net.max_ratio, "MAX_DRIFT": net.max_drift}
-            options = {"WEIGHTED": net.weighted, "NORMS": net.normalized, "HAS_MOMENTUM": has_momentum, "LENGTH": 32}
+            options = {"WEIGHTED": net.weighted, "NORMS": net.normalized, "HAS_MOMENTUM": has_momentum, "AT_ONCE": 32}
             programs = triton.cdiv(len(roots), ROOTS)
             self._launch(
                 "roots_pass",
@@ -140,6 +149,8 @@ class FusedStep:
                 "update_pass", len(chunks), tensors, APPLY=apply, CLIP=clip, **options, **self.kinds, **(shape | more)
             )
 
+        for k in range(len(self.walks)):
+            walk(k)
         if net.weighted:
             flow(sums=False, norms=True)
             fold(folds[: net.sizes.norm_folds], last=False)
@@ -152,11 +163,11 @@ class FusedStep:
             at_roots(gather=True, move=True)
         else:
             at_roots(gather=True, move=False)
-            self._run(_reciprocals, incoming, outgoing, net.factors)
+            self._run(_reciprocals, coordinates, net.factors)
             update(apply=False)
             self._run(_shrink, net.squares, net.root_grad, net.max_norm, self.shrink)
             at_roots(gather=False, move=True)
-        tensors = (net.root, net.ratio, incoming, outgoing, net.factors, self.flags, len(net.root))
+        tensors = (net.root, net.ratio, coordinates, net.factors, len(net.root))
         programs = triton.cdiv(len(net.root), UNITS)
         self._launch("units_pass", programs, tensors, SPREAD=net.spread, ACC=self.kinds["ACC"], UNITS=UNITS)
         update(apply=True)
@@ -189,10 +200,22 @@ class FusedStep:
         self.complete = False
 
 
-def _reciprocals(incoming: Tensor, outgoing: Tensor, factors: Tensor) -> None:
-    H = len(incoming)
-    torch.reciprocal(incoming, out=factors[:H])
-    torch.reciprocal(outgoing, out=factors[H : 2 * H])
+def _walks(following: Tensor) -> list[Tensor]:
+    """For each pass, whom a walk along `following` meets on it, WALK at most, `(steps, n)`; all end at ground."""
+    length, stride, tables = int(depths(following).max()), 1, []
+    while True:
+        met, at = [], torch.arange(len(following), device=following.device)
+        for _ in range(min(WALK, -(-max(length, 1) // stride))):
+            met.append(at)
+            at = following[at]
+        tables.append(torch.stack(met).int())
+        stride, following = stride * WALK, at
+        if stride >= length:
+            return tables
+
+
+def _reciprocals(coordinates: Tensor, factors: Tensor) -> None:
+    factors[: len(coordinates)].copy_(coordinates.reciprocal())
 
 
 def _shrink(squares: Tensor, root_grad: Tensor, max_norm: float, shrink: Tensor) -> None:
@@ -205,7 +228,7 @@ class Sent(NamedTuple):
 
     Attributes:
         grads, buffers: Where they are, per parameter.
-        fresh: Whether the buffer is new, per parameter; the last is that of the roots.
+        fresh: Whether the buffer is new, per parameter.
         hyper: Hyper-parameters of each group, float64.
         rates: For the learning rate and decay of each group, see `_rate`.
         aligned: Every address is a multiple of 16 bytes.
@@ -244,7 +267,7 @@ class Header:
     def upload(self, given: Given) -> Sent:
         groups = given.groups
         places = addresses(given.grads) + addresses(given.buffers)
-        values = array("q", [*places, *given.fresh, given.root_fresh])
+        values = array("q", [*places, *given.fresh])
         values.frombytes(hyper_parameters(groups, read=False).tobytes())
         rates = [_rate(group[key], self.device) for group in groups for key in ("lr", "weight_decay")]
         values.extend(rates)
@@ -257,7 +280,7 @@ class Header:
         else:
             aligned = functools.reduce(operator.or_, places, self.together) % 16 == 0
             there, n = self._send(torch.frombuffer(values, dtype=torch.int64), capturing), self.count
-            parts = there.split([n, n, n + 1, len(there) - 3 * n - 1 - len(rates), len(rates)])
+            parts = there.split([n, n, n, len(there) - 3 * n - len(rates), len(rates)])
             sent = Sent(parts[0], parts[1], parts[2], parts[3].view(torch.float64), parts[4], aligned)
             self.last = None if capturing else (content, sent)
         width = len(sent.hyper) // len(groups)

@@ -12,15 +12,23 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 
 import torch
 
-from gspace.fast.network import Given, Network, Task, addresses, hyper_parameters
+try:
+    import fcntl
+except ImportError:  # Windows: every process may build for itself
+    fcntl = None  # type: ignore[assignment]
+
+from gspace.fast.network import Given, Network, Outcome, Task, addresses, depths, hyper_parameters
 from gspace.fast.network import refusal as table_refusal
-from gspace.fast.tables import Tile
+from gspace.fast.tables import LAYOUT, Tile
 
 REAL = {torch.float32: "float", torch.float64: "double"}
 # Rows of the part of a large weight that one core works on at a time, and columns.
@@ -31,13 +39,13 @@ THREADS = [["-fopenmp"], ["-fopenmp-simd"], []]  # the first that the compiler u
 WORK = 1 << 15  # weights that are worth a thread
 
 
-TABLES = ("params", "folds", "free", "roots", "chunks", "units", "lists")
-SCRATCH = ("root", "partial", "norms", "sums", "factors", "root_grad", "ratio", "raw", "squares")
+TABLES = ("params", "folds", "free", "roots", "skeleton", "chunks", "units", "lists", "reference")
+SCRATCH = ("partial", "norms", "sums", "factors", "root_grad", "coordinates", "ratio", "raw", "squares")
 
 
 class _Plan(ctypes.Structure):
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in (*TABLES, *SCRATCH)]
+        [(name, ctypes.c_void_p) for name in (*TABLES, "root", "order", *SCRATCH, "products")]
         + [(name, ctypes.c_int64) for name in "n_chunks n_folds norm_folds n_roots n_units slots".split()]
         + [(name, ctypes.c_int64) for name in "paper normalized spread threads".split()]
         + [(name, ctypes.c_double) for name in "max_ratio max_drift max_norm".split()]
@@ -48,17 +56,16 @@ class NativeError(RuntimeError):
     """There is no compiled step here, and why."""
 
 
-def _cache() -> Path:
-    """A folder that only this user can write to."""
+def _cache() -> Path | None:
+    """A folder that only this user can write to, None if there is none."""
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(base) / "gspace"
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gspace"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         info = folder.stat()
         own = not hasattr(os, "getuid") or (info.st_uid == os.getuid() and not info.st_mode & 0o022)
-        return folder if own and os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="gspace-"))
+        return folder if own and os.access(folder, os.W_OK) else None
     except (OSError, RuntimeError):  # a RuntimeError says that there is no home
-        return Path(tempfile.mkdtemp(prefix="gspace-"))
+        return None
 
 
 def _processor() -> str:
@@ -70,40 +77,95 @@ def _processor() -> str:
         return platform.platform() + platform.processor()
 
 
-@functools.cache
+def _layout() -> str:
+    """Indices into records and tables for C: the names of each in their order, and how many there are."""
+    enums = (", ".join(map(str.upper, [*fields, table])) for table, fields in LAYOUT.items())
+    return "".join(f"enum {{ {names} }};\n" for names in enums)
+
+
 def library(real: str) -> ctypes.CDLL:
-    """The compiled passes for "float" or "double"."""
+    """The compiled passes for "float" or "double"; found or built once in a process, and not tried again."""
+    found = _attempt(real)
+    if isinstance(found, str):
+        raise NativeError(found)
+    return found
+
+
+@functools.cache
+def _attempt(real: str) -> ctypes.CDLL | str:
+    """The library, or why there is none. A build that fails, for whatever reason, is told once."""
     compiler = next(filter(None, map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))), None)
     if compiler is None:
-        raise NativeError("no C compiler was found (CC, cc, gcc, clang)")
-    source = resources.files("gspace.fast").joinpath("kernels.c").read_text()
+        return "no C compiler was found (CC, cc, gcc, clang)"
+    try:
+        found = _found_or_built(real, compiler)
+        found.step.argtypes = [ctypes.c_void_p] * 3
+        found.step.restype = ctypes.c_int
+        return found
+    except (OSError, AttributeError, NativeError, subprocess.SubprocessError) as error:
+        reason = " ".join(f"the compiled step could not be built with {compiler}: {error}".split())
+        warnings.warn(f"{reason}. torch's operations take its place, which is slower.", RuntimeWarning, stacklevel=2)
+        return reason
+
+
+def _found_or_built(real: str, compiler: str) -> ctypes.CDLL:
+    source = _layout() + resources.files("gspace.fast").joinpath("kernels.c").read_text()
     key = hashlib.sha256("\0".join([source, real, compiler, _processor(), *FLAGS]).encode()).hexdigest()[:16]
     folder = _cache()
-    target = folder / f"kernels-{real}-{key}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            text, made = Path(work) / "kernels.c", Path(work) / "kernels.so"
-            text.write_text(source)
-            for more in THREADS:
-                command = [compiler, *FLAGS, *more, f"-DREAL={real}", str(text), "-o", str(made), "-lm"]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode == 0:
-                    break
-            else:
-                raise NativeError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-            made.replace(target)
-    try:
-        found = ctypes.CDLL(str(target))
-    except OSError as error:
-        raise NativeError(f"{target} cannot be loaded: {error}") from error
-    found.step.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int]
-    found.step.restype = ctypes.c_int
-    return found
+    if folder is not None:
+        try:
+            with _locked(folder):
+                return _kept(folder, f"kernels-{real}-{key}", source, real, compiler)
+        except OSError:  # the disk is full, perhaps: what follows needs another one
+            pass
+    with tempfile.TemporaryDirectory(prefix="gspace-") as alone:
+        return ctypes.CDLL(str(_built(Path(alone), source, real, compiler)))  # it may go once it is loaded
+
+
+def _kept(folder: Path, name: str, source: str, real: str, compiler: str) -> ctypes.CDLL:
+    """The library in the cache, whose name ends in the digest of what it holds; what does not fit is built again."""
+    for path in folder.glob(f"{name}-*.so"):
+        if path.stem.rpartition("-")[2] == _digest(path):
+            with suppress(OSError):
+                return ctypes.CDLL(str(path))
+        path.unlink()
+    with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as work:
+        made = _built(Path(work), source, real, compiler)
+        with made.open("rb+") as file:
+            os.fsync(file.fileno())
+        return ctypes.CDLL(str(made.replace(folder / f"{name}-{_digest(made)}.so")))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process builds, the others wait; whoever holds the lock clears away what a killed build has left."""
+    with (folder / "lock").open("a") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for left in folder.glob("build-*"):
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _built(work: Path, source: str, real: str, compiler: str) -> Path:
+    text, made = work / "kernels.c", work / "kernels.so"
+    text.write_text(source)
+    done = None
+    for more in THREADS:
+        command = [compiler, *FLAGS, *more, f"-DREAL={real}", str(text), "-o", str(made), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        if done.returncode == 0 and made.exists():
+            return made
+    raise NativeError(done.stderr.strip()[-500:] if done and done.stderr.strip() else "it made nothing")
 
 
 def refusal(task: Task) -> str | None:
     """Why the compiled step cannot run on these parameters, None if it can."""
-    if not task.layers:
+    if not task.weights:
         return "no parameter touches a unit"
     if any(w.device.type != "cpu" for w in task.weights):
         return "parameters are not on a CPU"
@@ -124,9 +186,13 @@ class NativeStep:
         self.network = network
         self.call = library(REAL[network.dtype]).step
         t, sizes = network.tables, network.sizes
+        self.order = depths(t.skeleton[:, -1]).argsort(stable=True).int()  # nearest to ground first
+        self.products = torch.ones(len(self.order), dtype=torch.float64, device="cpu")
         self.plan = _Plan(
             **{name: getattr(t, name).data_ptr() for name in TABLES},
-            **{name: getattr(network, name).data_ptr() for name in SCRATCH},
+            **{name: getattr(network, name).data_ptr() for name in ("root", *SCRATCH)},
+            order=self.order.data_ptr(),
+            products=self.products.data_ptr(),
             n_chunks=len(t.chunks),
             n_folds=len(t.folds),
             norm_folds=sizes.norm_folds,
@@ -143,21 +209,12 @@ class NativeStep:
         self.address = ctypes.addressof(self.plan)
         self.most_threads = max(1, sum(p.numel() for p in network.parameters) // WORK)
 
-    def step(self, given: Given) -> bool:
-        """Moves parameters, buffers and coordinates in place; False, and nothing moved, if a gradient is not finite."""
-        incoming, outgoing, root_buffer = given.incoming, given.outgoing, given.root_buffer
+    def step(self, given: Given) -> Outcome:
+        """Moves parameters and buffers in place, or nothing."""
         header = array("q", [*addresses(given.grads), *addresses(given.buffers), *given.fresh])
         hyper = hyper_parameters(given.groups, read=True)
         self.plan.threads = min(torch.get_num_threads(), self.most_threads)
-        taken = self.call(
-            self.address,
-            header.buffer_info()[0],
-            hyper.buffer_info()[0],
-            incoming.data_ptr(),
-            outgoing.data_ptr(),
-            0 if root_buffer is None else root_buffer.data_ptr(),
-            given.root_fresh,
-        )
-        if taken:
-            torch.autograd.graph.increment_version((*self.network.parameters, incoming, outgoing))
-        return bool(taken)
+        outcome = self.call(self.address, header.buffer_info()[0], hyper.buffer_info()[0])
+        if outcome == Outcome.TAKEN:
+            torch.autograd.graph.increment_version(self.network.parameters)
+        return Outcome(outcome)

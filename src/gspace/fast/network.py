@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from gspace.devices import on_cpu
 from gspace.fast.tables import RECORD, Builder, Tables, Tile, as_matrix
-from gspace.step import BatchNormRule, Layer
+from gspace.step import BatchNormRule, Plan
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -19,9 +20,9 @@ class Task(NamedTuple):
     """What an implementation of the step is bound to.
 
     Attributes:
-        layers, weights: Parameters that touch units.
+        plan: The skeleton.
+        weights: Parameters that touch units.
         groups: Parameter group of each.
-        root: Root of each unit.
         unit_group: Parameter group of in(r) of each root r.
         ratio, raw: Where path ratios are left, bounded and not; ones.
         rule: What is done before a BatchNorm.
@@ -29,10 +30,9 @@ class Task(NamedTuple):
         max_ratio, max_drift, max_path_grad_norm: Bounds.
     """
 
-    layers: Sequence[Layer]
+    plan: Plan
     weights: Sequence[Tensor]
     groups: Sequence[int]
-    root: Tensor
     unit_group: Tensor
     ratio: Tensor
     raw: Tensor
@@ -50,19 +50,28 @@ class Given(NamedTuple):
         groups: The optimizer's parameter groups.
         grads, buffers: Gradients and momentum buffers; they lie in memory like their parameters, None is a missing one.
         fresh: Whether the buffer is new, per parameter.
-        incoming, outgoing: The coordinates Ĩ and Õ.
-        root_buffer: Momentum of the trained skeleton paths; None without momentum.
-        root_fresh: Whether that is new.
     """
 
     groups: Groups
     grads: Sequence[Tensor | None]
     buffers: Sequence[Tensor | None]
     fresh: list[bool]
-    incoming: Tensor
-    outgoing: Tensor
-    root_buffer: Tensor | None
-    root_fresh: bool
+
+
+class Outcome(IntEnum):
+    """What became of a step; nothing has moved unless it was taken. On a GPU only the device knows."""
+
+    TAKEN = 1
+    NOT_FINITE = 0
+    NO_PATH = -1
+
+
+def depths(following: Tensor) -> Tensor:
+    """How many steps it takes from each unit to ground, which follows itself."""
+    depth, at = (following != torch.arange(len(following), device=following.device)).long(), following
+    while bool((depth[at] > 0).any()):
+        depth, at = depth + depth[at], at[at]
+    return depth
 
 
 def is_dense(parameter: Tensor) -> bool:
@@ -79,7 +88,7 @@ def refusal(task: Task, tile: Tile = Tile()) -> str | None:
     """Why these parameters do not fit into tables, None if they do."""
     if len({(w.device, w.dtype) for w in task.weights}) > 1:
         return "parameters differ in dtype or device"
-    for layer, weight in zip(task.layers, task.weights, strict=True):
+    for layer, weight in zip(task.plan.layers, task.weights, strict=True):
         matrix, name = as_matrix(layer.edges.view(weight)), layer.edges.name
         if matrix is None:
             return f"{name} is not dense in memory"
@@ -111,14 +120,14 @@ class Network:
         self.max_norm = task.max_path_grad_norm
         device, dtype = task.weights[0].device, task.weights[0].dtype
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        builder = Builder(task.rule, tile, len(task.root), fold_items)
-        for layer, w, group in zip(task.layers, task.weights, task.groups, strict=True):
+        builder = Builder(task.rule, tile, len(task.plan.root), fold_items)
+        for layer, w, group in zip(task.plan.layers, task.weights, task.groups, strict=True):
             builder.add_layer(layer, w, group)
         for p, group in outside:
             builder.add_plain(p, group)
-        found, self.sizes = builder.finish(task.root.cpu(), task.unit_group.cpu())
+        found, self.sizes = builder.finish(task.plan, task.unit_group.cpu())
         self.tables = Tables(*(t.contiguous().to(device) for t in found))
-        self.root = task.root.to(device, torch.int32)
+        self.root = task.plan.root.to(device, torch.int32)
         self.normalized = self.sizes.norms > 1
         self.weighted = self.normalized and task.rule == "paper"
         self.taps = bool((found.params[:, RECORD.index("period")] > 1).any())
@@ -126,10 +135,10 @@ class Network:
         def scratch(size: int, fill: float = 0.0) -> Tensor:
             return torch.full((max(size, 1),), fill, dtype=self.dtype, device=device)
 
-        H = len(task.root)
+        H = len(task.plan.root)
         self.partial, self.sums = scratch(self.sizes.partials), scratch(self.sizes.sums)
         self.norms = scratch(self.sizes.norms, 1.0)
-        self.factors, self.root_grad = scratch(6 * H), scratch(H)
+        self.factors, self.root_grad, self.coordinates = scratch(6 * H), scratch(H), scratch(2 * H)
         self.ratio, self.raw = task.ratio, task.raw
         self.squares = scratch(len(self.tables.chunks))
 

@@ -3,19 +3,21 @@
 A parameter in memory is a stack of matrices `(group, row, column)`, with units on rows and on columns: a linear or
 convolution weight has its heads on rows and its tails on columns; a weight stored (in, out) the other way round; taps
 lie on columns, or on rows where channels come last. The kernels read this from one record per parameter, and work on
-the matrices chunk by chunk. Which numbers a record holds is written in `RECORD`.
+the matrices chunk by chunk. What a record holds, and in what order, is written down here alone: C and Triton take their
+indices from `LAYOUT`.
 
 | table | rows | columns |
 |---|---|---|
-| params | parameters | `RECORD` |
+| params | parameters | `LAYOUT["RECORD"]` |
 | chunks | programs of the two passes | parameter, group, first row, first column |
-| folds | programs of the fold | source, sums per item, taps, stride, first item, end, target, edges (−1: norms); \
-address and slot of the parameter |
+| folds | programs of the fold | `LAYOUT["FOLD"]`: edges is −1 for norms; address and slot of the parameter |
 | units | rows of each parameter; columns | units; skeleton entries (the column of a row, the row of a column, or −1); \
 row norms (the sum over row and column is an index; index 0 is a norm of 1) |
 | free | inputs of parameters | offset of the free entry (−1 if none), index of its row norm |
-| roots | roots | unit, start and length of its list, parameter and offset of in(r), its row norm, its group |
+| roots | roots | `LAYOUT["ROOT"]`: start and length of its list; parameter, offset, row norm and group of in(r) |
 | lists | – | which sums lie behind a root |
+| skeleton | in(u) of every unit, then out(u) | parameter (−1 for ground), offset, where the walk to ground goes on |
+| reference | the same | what their values are divided by, float64 |
 """
 
 import math
@@ -25,12 +27,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspace.step import BatchNormRule, Layer
+from gspace.step import BatchNormRule, Layer, Plan
 
-RECORD = (
-    "weight slot offset groups rows columns lanes steps down across row_table column_table column_out column_stride "
-    "row_out row_stride period swap flow normal group unit chunk_rows chunk_columns even"
-).split()
+LAYOUT = {
+    "RECORD": (
+        "weight slot offset groups rows columns lanes steps down across row_table column_table column_out "
+        "column_stride row_out row_stride period swap flow normal group unit chunk_rows chunk_columns even"
+    ).split(),
+    "HYPER": "lr momentum dampening nesterov decay sign".split(),  # of a parameter group, float64
+    "HEADER": "grad buffer fresh".split(),  # of a parameter, new at every step
+    "FOLD": "source count taps stride first end target edges fold_weight fold_slot".split(),
+    "ROOT": "root_unit start length root_param root_offset root_norm root_group".split(),
+    "ENTRY": "entry_param entry_offset following".split(),
+}
+RECORD = LAYOUT["RECORD"]
 Record = dict[str, int]
 # A program of the fold takes that many times more items if each is the sum of only a few.
 FEW, MORE = 4, 16
@@ -58,6 +68,8 @@ class Tables(NamedTuple):
     free: Tensor
     roots: Tensor
     lists: Tensor
+    skeleton: Tensor
+    reference: Tensor
 
 
 class Sizes(NamedTuple):
@@ -116,6 +128,7 @@ class Builder:
         self.folds: list[list[int]] = []
         self.tails: list[Tensor] = []
         self.roots: list[Tensor] = []
+        self.entries = [torch.tensor([[-1, 0]])]
         self.slots = self.indices = self.partials = self.sums = 0
         self.norms = 1  # the first is 1
 
@@ -179,6 +192,7 @@ class Builder:
             self.tails.append(tail)
             self.sums += len(tail)
         unit = layer.root.cpu()
+        self.entries.append(torch.stack([torch.full_like(offset, k), offset], 1))
         self.roots.append(torch.stack([unit, torch.full_like(unit, k), offset, norm_at], 1)[is_root])
         self.slots += 1
 
@@ -246,7 +260,8 @@ class Builder:
         self.index += vectors
         return start
 
-    def finish(self, root: Tensor, unit_group: Tensor) -> tuple[Tables, Sizes]:
+    def finish(self, plan: Plan, unit_group: Tensor) -> tuple[Tables, Sizes]:
+        root = plan.root.cpu()
         folds = sorted(self.folds, key=lambda fold: fold[7] >= 0)
         norm_folds = sum(fold[7] < 0 for fold in folds)
         if norm_folds == len(folds):
@@ -270,6 +285,8 @@ class Builder:
             free=torch.cat([nothing.reshape(0, 2), *self.free]),
             roots=roots,
             lists=order.int(),
+            skeleton=torch.cat([torch.cat(self.entries)[plan.place.cpu()], plan.following.cpu()[:, None]], 1),
+            reference=plan.reference.cpu(),
         )
         return tables, Sizes(self.partials, self.sums, self.norms, norm_folds)
 

@@ -2,18 +2,16 @@
 
 import argparse
 import contextlib
-import io
 import json
-import logging
 import sys
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 import gspace
+from gspace.analysis.examples import redrawn
 from gspace.lab.spec import FORM, load_model, parse_spec
-from gspace.lab.verify import TOLERANCE, Shape, guess_shape, largest_changes, random_inputs
+from gspace.lab.verify import TOLERANCE, Shape, guess, largest_changes, random_inputs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, residual: str = "tie") -> None:
     """The model and what of it is pinned."""
     parser.add_argument("spec", metavar="SPEC", help=f"{FORM}; it is imported and executed")
     parser.add_argument(
@@ -35,14 +33,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         type=_shape,
         action="append",
         default=[],
-        help="shape of an input, batch first; once per input. Lets models be traced that need real sizes. "
+        help="shape of an input, batch first; once per input (default: guessed from the model). "
         "N,T:V is one of integers below V",
     )
     parser.add_argument(
         "--residual",
         choices=("pin", "tie"),
-        default="pin",
-        help="what an addition does to its operands: pin them (the paper's choice) or tie their scales (default: pin)",
+        default=residual,
+        help="what an addition does to its operands: tie their scales, or pin them (the paper's choice) "
+        f"(default: {residual})",
     )
     parser.add_argument("--pin", metavar="NAME", action="append", default=[], help="a module whose units to pin")
     parser.add_argument("--seed", type=seed, default=0, help="of the model, the inputs and the factors (default: 0)")
@@ -54,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints
         model, analysis, inputs, generator = analyzed(args)
         if args.verify:
-            inputs = inputs or random_inputs(model, [guess_shape(model)], generator)
-            changes = largest_changes(model, analysis, inputs, generator)
+            changes = largest_changes(model, analysis, redrawn(inputs or guess(model), generator), generator)
     exact = all(change <= TOLERANCE for change in changes.values())
     if args.json:
         verified = {"verify": {**changes, "tolerance": TOLERANCE, "exact": exact}} if args.verify else {}
@@ -74,27 +72,12 @@ def analyzed(args: argparse.Namespace) -> tuple[nn.Module, gspace.Analysis, tupl
     model = load_model(parse_spec(args.spec))
     inputs = random_inputs(model, args.input_shape, generator)
     try:
-        with contextlib.nullcontext() if args.debug else _errors_speak_alone():
-            analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
+        analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
     except gspace.TraceError as error:
         if inputs or "example_input" not in str(error):
             raise
         raise gspace.TraceError(f"{str(error).rstrip('.')}. On the command line, --input-shape gives one.") from error
     return model, analysis, inputs, generator
-
-
-@contextlib.contextmanager
-def _errors_speak_alone() -> Iterator[None]:
-    """Holds back what is written to stderr, and drops it on an error: torch.export prints pages before it raises."""
-    held = io.StringIO()
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with contextlib.redirect_stderr(held):
-            yield
-    finally:
-        logging.disable(before)
-    sys.stderr.write(held.getvalue())
 
 
 def _sentence(units: int, changes: dict[str, float], exact: bool) -> str:

@@ -1,24 +1,27 @@
-"""Records small enough to commit: one JSON file per run, with all that a report needs and no weights.
+"""Records small enough to commit: all that a report needs of a run, and no weights.
 
     {"recipe": {fields not at their default}, "sessions": [...], "summary": {...}, "curve": {"iteration": [...], ...}}
 
-`test_error` is that of held-out training images where the recipe has a `validation`. Curves are thinned: the lowest
-error of a run may lie between two points. A report reads run folders and such files alike.
+with a digest. A record is a JSON file of its own or a line of a JSON-lines file. `test_error` is that of held-out
+training images where the recipe has a `validation`. Curves are thinned: the lowest error of a run may lie between two
+points. A report reads run folders and such files alike.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspace.lab.errors import RecipeError, RecordError
+from gspace.lab.errors import RecordError, reason
 from gspace.lab.experiment import Scores
 from gspace.lab.recipe import DEFAULTS, Recipe
-from gspace.lab.record import RECIPE, Line, Record, read_run, write_atomic
+from gspace.lab.record import METRICS, RECIPE, Record, make_folder, read_run, write_atomic
+from gspace.lab.schema import COLUMNS, Line, check_curve, check_end, check_summary, parsed, sealed, unsealed
 
-COLUMNS = ("iteration", "train_loss", "train_error", "test_loss", "test_error")  # the rest follows from the recipe
 POINTS, GRID_POINTS = 100, 10  # most points of a curve, and of one that only helps to choose a setting
 DIGITS = 5  # significant digits of what was measured
+LINES = ".jsonl"
+ENTRIES = {"recipe", "sessions", "summary", "curve"}
 
 
 def short_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -29,53 +32,77 @@ def short_recipe(recipe: Recipe) -> dict[str, Any]:
 
 def to_json(record: Record) -> str:
     """A record as the text of its file: one line per entry, the curve by columns."""
+    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in _content(record).items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _content(record: Record) -> Line:
     content = {
         "recipe": short_recipe(record.recipe),
         "sessions": [_rounded(session) for session in record.sessions],
         "summary": record.summary and _rounded(record.summary),
         "curve": _columns(thinned(record.metrics, GRID_POINTS if record.recipe.validation else POINTS)),
     }
-    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in content.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    return sealed(content, record.recipe.identity)
 
 
 def from_json(path: Path) -> Record:
-    """The record in a file that `to_json` wrote."""
+    """The record in a file that `to_json` wrote; its name is the run's."""
+    record = _record(_bytes(path), path, str(path))
+    if record.recipe.folder != path.stem:
+        raise RecordError(f"{path} is no record of a run: its recipe is that of {record.recipe.folder}")
+    return record
+
+
+def from_json_lines(path: Path) -> list[Record]:
+    """The records in a file with one on each line."""
+    lines = _bytes(path).splitlines()
+    return [_record(line, path, f"{path}, line {k}") for k, line in enumerate(lines, 1)]
+
+
+def _record(text: bytes, path: Path, where: str) -> Record:
     try:
-        content = json.loads(path.read_bytes())
-        columns = content["curve"]
-        points = tuple(dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+        content = parsed(text)
         recipe = Recipe.from_dict(content["recipe"])
-        _check_summary(content["summary"], recipe)
-        return Record(path, recipe, tuple(dict(session) for session in content["sessions"]), points, content["summary"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecipeError) as error:
-        raise RecordError(f"{path} is no record of a run: {error}") from error
+        content = unsealed(content, recipe.identity)
+        if content.keys() - ENTRIES:
+            raise ValueError(f"{min(content.keys() - ENTRIES)!r} is no entry of a record")
+        columns, summary = content["curve"], content["summary"]
+        points = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        if summary is not None:
+            check_summary(summary, recipe)
+        check_end(summary, check_curve(points))
+        return Record(path, recipe, tuple(map(dict, content["sessions"])), tuple(points), summary)
+    except KeyError as error:
+        raise RecordError(f"{where} is no record of a run: it has no {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RecordError(f"{where} is no record of a run: {reason(error)}") from error
 
 
-def _check_summary(summary: Mapping[str, Any] | None, recipe: Recipe) -> None:
-    """Raises what `from_json` reports if this is not the end of a run of this recipe."""
-    if summary is None:
-        return
-    error = summary["test_error"] if summary["status"] == "finished" else 0.0
-    if summary["status"] not in ("finished", "diverged") or not 0 <= error <= 1:
-        raise ValueError(f"status {summary['status']!r} with an error of {error!r}")
-    if summary.get("identity", "") not in recipe.folder:
-        raise ValueError(f"its recipe is that of {recipe.folder}, its end that of {summary['identity']}")
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def export(records: Iterable[Record], out: Path) -> list[Path]:
-    """Writes the finished ones below `out`; returns the files."""
-    written = []
-    for record in records:
-        if record.summary is not None:
-            path = out / f"{record.recipe.folder}.json"
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(path, to_json(record).encode())
-            except OSError as error:
-                raise RecordError(f"{path} cannot be written: {error}") from error
-            written.append(path)
-    return written
+    """Writes the finished ones below `out`, each to its file, or to `out` if that is a .jsonl file; returns the files.
+
+    Records that the .jsonl file has of other runs stay in it.
+    """
+    finished = [record for record in records if record.summary is not None]
+    if out.suffix != LINES:
+        make_folder(out)
+        texts = {out / f"{record.recipe.folder}.json": to_json(record) for record in finished}
+    else:
+        make_folder(out.parent)
+        known = {record.recipe: record for record in (*(from_json_lines(out) if out.exists() else ()), *finished)}
+        ordered = sorted(known.values(), key=lambda record: record.recipe.folder)
+        texts = {out: "".join(json.dumps(_content(record), ensure_ascii=False) + "\n" for record in ordered)}
+    for path, text in texts.items():
+        write_atomic(path, text.encode())
+    return list(texts)
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
@@ -86,15 +113,17 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
     return sorted(found.values(), key=lambda record: record.recipe.folder)
 
 
-def _each(paths: Sequence[Path]) -> Iterable[Record]:
+def _each(paths: Sequence[Path]) -> Iterator[Record]:
     for root in paths:
         if not root.exists():
             raise RecordError(f"{root} does not exist")
         if root.is_file():
-            yield from_json(root)
+            yield from from_json_lines(root) if root.suffix == LINES else [from_json(root)]
             continue
         yield from (read_run(path.parent) for path in sorted(root.rglob(RECIPE)))
         yield from (from_json(path) for path in sorted(root.rglob("*-seed*-????????????.json")))
+        for path in sorted(root.rglob(f"*{LINES}")):
+            yield from from_json_lines(path) if path.name != METRICS else ()
 
 
 def scores_of(records: Sequence[Record]) -> Scores:

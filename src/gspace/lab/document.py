@@ -1,5 +1,10 @@
-"""A report as data, before it is Markdown, pictures or a page: tables of text, and panels of curves."""
+"""A report as data, before it is Markdown, pictures or a page: tables of text, and panels of curves.
 
+Text is Markdown. What stands in a cell may be a name out of a record, and is no HTML and no link.
+"""
+
+import html
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -74,26 +79,65 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
+    """All of a report.
+
+    Attributes:
+        summary: Tables before all sections.
+    """
+
     title: str
     command: str
     text: tuple[str, ...]
     sections: tuple[Section, ...]
     appendix: tuple[Table, ...]
+    summary: tuple[Table, ...] = ()
 
 
 def markdown(document: Document, figures: str) -> str:
     """The document as Markdown; `figures` is the folder of its figures, relative to the file."""
-    lines = [f"# {document.title}", "", *_paragraphs(document.text), f"Written by `{document.command}`.", ""]
+    lines = [f"# {document.title}", "", *_paragraphs(document.text), f"Written by {code(document.command)}.", ""]
+    for table in document.summary:
+        lines += [f"## {table.title}", "", *_paragraphs(filter(None, [table.note])), *_table(table), ""]
     for section in document.sections:
-        lines += [f"## {section.title}", "", *_paragraphs(section.text), f"`{section.command}`", ""]
+        lines += [f"## {section.title}", "", *_paragraphs(section.text), code(section.command), ""]
         for table in section.tables:
             lines += [f"### {table.title}", "", *_paragraphs(filter(None, [table.note])), *_table(table), ""]
         if section.panels:
             path = f"{figures}/{section.name}.svg"
-            lines += [f"![{section.title}]({path})", "", f"By `{section.command}`.", ""]
+            lines += [f"![{section.title}]({path})", "", f"By {code(section.command)}.", ""]
     for table in document.appendix:
         lines += [f"## {table.title}", "", *_table(table), ""]
     return "\n".join(lines)
+
+
+def code(text: str) -> str:
+    """As a code span on one line, whatever it holds.
+
+    >>> code("a `b`")
+    '`` a `b` ``'
+    """
+    text = " ".join(text.splitlines())
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"
+
+
+def names(head: Sequence[str]) -> list[str]:
+    """The head with every name once: "ours" stands behind the paper's column of each method."""
+    paper = [name.removesuffix(": paper") for name in ("", *head[:-1])]
+    return [f"{method}: ours" if name == "ours" else name for method, name in zip(paper, head, strict=True)]
+
+
+def narrow(table: Table, letters: int = 120) -> Table:
+    """With rows and columns exchanged, if it is wider than so many letters and narrower the other way."""
+    rows = [tuple(names(table.head)), *table.rows]
+    turned = list(zip(*rows, strict=True))
+    if table.numbers != 1 or not _width(turned) < _width(rows) > letters:
+        return table
+    return Table(table.title, turned[0], tuple(turned[1:]), note=table.note)
+
+
+def _width(rows: Sequence[Sequence[str]]) -> int:
+    return sum(3 + max(map(len, column)) for column in zip(*rows, strict=True))
 
 
 def _paragraphs(text: Iterable[str]) -> list[str]:
@@ -106,4 +150,11 @@ def _table(table: Table) -> list[str]:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(map(_cell, cells)) + " |"
+
+
+def _cell(text: str) -> str:
+    """On one line, without HTML or a link outside of code spans."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    parts[::2] = [html.escape(part, quote=False).replace("](", "]\\(") for part in parts[::2]]
+    return "".join(parts).replace("|", "\\|")

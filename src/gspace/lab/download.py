@@ -1,22 +1,16 @@
-"""Downloads a data file: resumed where it stopped, checked by SHA-256, and under its own name only when whole.
+"""Downloads a data file (pooch): checked by SHA-256, and under its own name only when whole.
 
-Bytes go to `NAME.part`. A broken connection leaves the part, and the next call asks for the rest (HTTP Range). A whole
-file with a wrong checksum is deleted and reported. Archives are unpacked beside their destination and moved there.
+Archives are unpacked beside their destination and moved there, once their checksum is right.
 """
 
-import hashlib
-import os
 import shutil
 import tarfile
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from gspace.lab.errors import BusyError, DataError
+from gspace.lab.errors import BusyError, DataError, reason
 from gspace.lab.lock import locked
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all if known
@@ -67,47 +61,37 @@ def _fetch_one(remote: Remote, target: Path, progress: Progress) -> None:
 
 
 def fetch(url: str, target: Path, sha256: str, progress: Progress) -> Path:
-    """Downloads `url` to `target`, continuing an earlier attempt's `.part`."""
-    part = target.with_name(f"{target.name}.part")
+    """Downloads `url` to `target`, which is there only when it is whole and has the checksum."""
+    import pooch  # here: it brings requests, which nothing else needs
+    from requests import RequestException
+
+    pooch.get_logger().setLevel("ERROR")
+    bar = Bar(url.rsplit("/", 1)[-1], progress)
+    way = pooch.HTTPDownloader(progressbar=bar, chunk_size=CHUNK, timeout=TIMEOUT)
     try:
-        _transfer(url, part, progress)
-    except (urllib.error.URLError, HTTPException, ConnectionError, TimeoutError) as error:
-        kept = f"; {part.stat().st_size} bytes are kept, run this again to continue" if part.exists() else ""
-        raise DataError(f"cannot download {url}: {getattr(error, 'reason', None) or error}{kept}") from error
-    if _digest(part) != sha256:
-        part.unlink()
-        raise DataError(f"{url}: the file arrived damaged (SHA-256 differs) and was deleted; run this again")
-    os.replace(part, target)
+        pooch.retrieve(url, f"sha256:{sha256}", target.name, target.parent, downloader=way)
+    except RequestException as error:
+        raise DataError(f"cannot download {url}: {reason(error)}; run this again") from error
+    except ValueError as error:
+        raise DataError(f"{url}: the file arrived damaged (SHA-256 differs) and was deleted; run this again") from error
     return target
 
 
-def _transfer(url: str, part: Path, progress: Progress) -> None:
-    done = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
-    try:
-        response = urllib.request.urlopen(request, timeout=TIMEOUT)
-    except urllib.error.HTTPError as error:
-        if error.code == 416 and done:  # nothing is left to send: the checksum will tell whether the part is whole
-            return
-        raise
-    with response:
-        if response.status != 206:  # the server ignored Range and sends all of it
-            done = 0
-        length = response.headers.get("Content-Length")
-        total = done + int(length) if length is not None else None
-        name = url.rsplit("/", 1)[-1]
-        with part.open("ab" if done else "wb") as file:
-            while chunk := response.read(CHUNK):
-                file.write(chunk)
-                done += len(chunk)
-                progress(name, done, total)
-        if total is not None and done < total:
-            raise ConnectionError(f"the connection broke after {done} of {total} bytes")
+class Bar:
+    """The progress bar that pooch moves on."""
 
+    def __init__(self, name: str, progress: Progress) -> None:
+        self.name, self.progress = name, progress
+        self.total, self.done = 0, 0
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    def update(self, count: int) -> None:
+        self.done += count
+        self.progress(self.name, min(self.done, self.total or self.done), self.total or None)
+
+    def reset(self) -> None:
+        self.done = 0
+
+    def close(self) -> None: ...
 
 
 def unpack(archive: Path, target: Path) -> None:
@@ -115,22 +99,11 @@ def unpack(archive: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         try:
             with tarfile.open(archive) as tar:
-                _extract(tar, temporary)
+                tar.extraction_filter = getattr(tarfile, "data_filter", None)  # from Python 3.11.4 on
+                tar.extractall(temporary)
         except (tarfile.TarError, EOFError) as error:
             raise DataError(f"{archive} cannot be unpacked: {error}") from error
         folder = Path(temporary) / target.name
         if not folder.is_dir():
             raise DataError(f"{archive} holds no folder {target.name}")
         shutil.move(folder, target)
-
-
-def _extract(tar: tarfile.TarFile, folder: str) -> None:
-    """Files and folders that stay below `folder`; Python before 3.11.4 has no filter for that."""
-    if hasattr(tarfile, "data_filter"):
-        tar.extractall(folder, filter="data")
-        return
-    for member in tar:
-        path = PurePosixPath(member.name)
-        if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
-            raise tarfile.TarError(f"{member.name} is no file or folder of its own")
-        tar.extract(member, folder)

@@ -39,7 +39,7 @@ class DrawError(LabError):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    add_model(parser, "pin")
     parser.add_argument("--out", type=Path, default=Path("network.svg"), metavar="FILE", help="ends in .svg or .png")
     parser.add_argument(
         "--skeleton",

@@ -45,3 +45,8 @@ class Interrupted(LabError):
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signum
+
+
+def reason(error: BaseException) -> str:
+    """The message of an exception on one line."""
+    return " ".join(str(error).split()) or type(error).__name__

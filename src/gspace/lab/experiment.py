@@ -56,9 +56,9 @@ class Method:
     control: bool = False
 
     def on(self, recipe: Recipe, **changes: Any) -> Recipe:
-        """The recipe trained this way. A network initialised as it comes has no skeleton, hence nowhere to end one."""
+        """The recipe trained this way. A network that does not start on a skeleton has nowhere to end one."""
         fields = {**changes, **self.fields}
-        if fields.get("init", recipe.init) == "default":
+        if "skeleton" not in fields.get("init", recipe.init):
             fields["pin"] = "none"
         return recipe.but(**fields)
 

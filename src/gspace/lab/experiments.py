@@ -9,6 +9,7 @@ Above each stand its source in the paper, its question, and notes, which name th
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from gspace.lab.baseline import BASELINE, SGD_GAP
 from gspace.lab.cost import network_cost
 from gspace.lab.experiment import Axis, Cell, Cells, Experiment, Method, Scores, best, seeds
 from gspace.lab.recipe import Recipe
@@ -27,7 +28,9 @@ from gspace.lab.settings import (
     STILL,
     TABLE_1,
     UNGUARDED,
+    brief,
     cifar,
+    held_out,
 )
 
 GRID = "grid of rates, validation images"
@@ -45,16 +48,6 @@ def experiment(name: str, source: str, question: str, *notes: str) -> Callable[[
         return cells
 
     return enter
-
-
-def _short(recipe: Recipe, **changes: Any) -> Recipe:
-    """A short run: an eighth of the paper's schedule, or less if it is quick."""
-    return recipe.but(iterations=80 if recipe.quick else 8000, **changes)
-
-
-def _held_out(recipe: Recipe) -> Recipe:
-    """A short run that is judged on training images it does not see."""
-    return _short(recipe, validation=1000 if recipe.quick else 5000)
 
 
 def _compared(models: Sequence[str], methods: Sequence[Method], quick: bool) -> Iterator[Cell]:
@@ -174,7 +167,7 @@ def signs(quick: bool, scores: Scores) -> Iterator[Cell]:
         for method in SIGNS:
             runs = seeds(method.on(fashion, hidden=(h, h)), 3 if quick else 9)
             yield Cell("MLPs", f"h = {h}", method, runs)
-    base = _short(cifar("plain-34", "cifar10", quick=quick))
+    base = brief(cifar("plain-34", "cifar10", quick=quick))
     for method in SIGNS:
         yield Cell("plain network", base.model, method, seeds(method.on(base), 1 if quick else 3))
 
@@ -206,7 +199,7 @@ def regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
     searched, chosen = [], []
     for method in (SGD, G_SGD, FROM_SKELETON):
         full = method.on(cifar("resnet-34", "cifar10", quick=quick))
-        short = _held_out(full)
+        short = held_out(full)
         grid = [seeds(short.but(weight_decay=decay), 1) for decay in coarse]
         found = best(grid, scores)
         if found and not quick:
@@ -244,7 +237,7 @@ def momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
         chosen = []
         for method in (SGD, G_SGD, FROM_SKELETON):
             full = method.on(base)
-            short = _held_out(full)
+            short = held_out(full)
             part = "grid, {iterations} iterations, validation images"
             by_rate = [seeds(short.but(lr=rate), 1) for rate in rates]
             for runs in by_rate:
@@ -294,18 +287,19 @@ CHAIN_START = Method(
     "What makes one chain through all layers of Plain-34 train, and does it beat stage by stage?",
     "The paper's text has one chain; its authors' code ends it at each stage.",
     "The best is that of the lowest test error of a short run. The chain that ends before the linear layer came later "
-    "(docs/chain.md) and is not among those it was chosen from.",
+    "(docs/chain.md) and is not among those it was chosen from; it is run in full too.",
 )
 def one_chain(quick: bool, scores: Scores) -> Iterator[Cell]:
     base = cifar("plain-34", "cifar10", quick=quick)
-    short = _short(base)
+    short = brief(base)
     stages = Method("stages", "stage by stage (as in table-1)", G_SGD.fields)
     row = f"{base.model}, {{iterations}} iterations"
     beside = (stages, SGD, FROM_SKELETON)
     for method in (*CHAINS, CHAIN_LAST, *beside, CHAIN_START):
         yield Cell("short runs", row, method, seeds(method.on(short), 1))
     found = best([seeds(method.on(short), 1) for method in CHAINS], scores)
-    for method in (*(m for m in CHAINS if found == m.on(short, seed=0)), *(beside if found else ())):
+    last = (CHAIN_LAST,) if scores(CHAIN_LAST.on(short)) is not None else ()
+    for method in (*(m for m in CHAINS if found == m.on(short, seed=0)), *((*last, *beside) if found else ())):
         yield Cell("the best of them in full", base.model, method, seeds(method.on(base), 1))
 
 
@@ -321,7 +315,7 @@ def one_chain(quick: bool, scores: Scores) -> Iterator[Cell]:
 def rates(quick: bool, scores: Scores) -> Iterator[Cell]:
     for model in ("plain-34",) if quick else ("plain-34", "resnet-34"):
         full = cifar(model, "cifar10", quick=quick)
-        short = _short(full)
+        short = brief(full)
         for method in (SGD, G_SGD, *CONTROLS):
             grid = [seeds(method.on(short, lr=rate), 1) for rate in ((0.3, 1.0) if quick else (0.1, 0.3, 1.0, 3.0))]
             for runs in grid:
@@ -347,7 +341,10 @@ def initial_weights(quick: bool, scores: Scores) -> Iterator[Cell]:
         for method in (SGD, G_SGD, *CONTROLS):
             full = method.on(base)
             full = full.but(init="torchvision" if full.init == "default" else f"torchvision-{full.init}")
-            yield Cell("short runs", f"{base.model}, {{iterations}} iterations", method, seeds(_short(full), 1))
+            yield Cell("short runs", f"{base.model}, {{iterations}} iterations", method, seeds(brief(full), 1))
             if not quick:
                 printed = TABLE_1.get((model, "cifar10", method.key))
                 yield Cell("in full", base.model, method, seeds(full, 3), printed)
+
+
+EXPERIMENTS |= {experiment.name: experiment for experiment in (BASELINE, SGD_GAP)}

@@ -5,7 +5,6 @@ A reader takes a folder and returns the four arrays (`x_train, y_train, x_test, 
 there but cannot be read whole ends in a `DataError` that names it.
 """
 
-import codecs
 import gzip
 import hashlib
 import io
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gspace.lab.errors import DataError
+from gspace.lab.errors import DataError, reason
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 
@@ -46,7 +45,7 @@ def read_npz(root: Path, *, file: str) -> Raw | None:
                 raise DataError(f"{path} has no array {missing[0]!r}: it holds {', '.join(archive.files) or 'nothing'}")
             arrays = {key: archive[key] for key in KEYS}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} is damaged: {one_line(error)}") from error
+        raise DataError(f"{path} is damaged: {reason(error)}") from error
     return Raw(arrays, dict.fromkeys(KEYS, path))
 
 
@@ -123,26 +122,41 @@ def _batch(path: Path, md5: str, label: str) -> tuple[Array, Array]:
     if not path.is_file():
         raise DataError(f"{path} is missing, but other files of its set are there")
     content = _bytes(path)
-    entry = unpickle(content, path)
-    if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
+    if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:  # nothing else is unpickled
         raise DataError(f"{path} is damaged: its MD5 is not {md5}")
-    try:
-        rows, labels = np.asarray(entry[b"data"]), np.asarray(entry[label.encode()])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is not a CIFAR batch: {one_line(error)}") from error
-    if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != 3072 or labels.shape != rows.shape[:1]:
-        raise DataError(f"{path} is not a CIFAR batch: data {rows.dtype} {rows.shape}, labels {labels.shape}")
-    return rows, labels
+    entry = unpickle(content, path)
+    rows, labels = entry.get(b"data"), np.asarray(entry.get(label.encode()))
+    if not isinstance(rows, _Pixels) or rows.array.shape != (*labels.shape, 3072):
+        raise DataError(f"{path} is not a CIFAR batch: it has no rows of 3072 pixels with a label each")
+    return rows.array, labels
 
 
-# All that the published batches need. Each only builds arrays and byte strings.
-_RECONSTRUCT = np.empty(0).__reduce__()[0]  # numpy's own, wherever this version of numpy keeps it
-_ALLOWED = {
-    ("numpy", "dtype"): np.dtype,
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("_codecs", "encode"): codecs.encode,
+class _Uint8:
+    """Stands for `numpy.dtype`: bytes, and nothing else."""
+
+    def __init__(self, name: bytes | str, *flags: int) -> None:
+        if name not in (b"u1", "u1"):
+            raise pickle.UnpicklingError(f"an array of {name!r}, not of bytes")
+
+    def __setstate__(self, state: object) -> None:
+        """Byte order and fields, of which a byte has none."""
+
+
+class _Pixels:
+    """Stands for `numpy.ndarray`: numpy's own takes any bytes for pointers to objects, if a file says so."""
+
+    array: Array = np.empty(0, np.uint8)
+
+    def __setstate__(self, state: tuple[int, tuple[int, ...], _Uint8, bool, bytes]) -> None:
+        _, shape, _, fortran, content = state
+        self.array = np.frombuffer(content, np.uint8).reshape(shape, order="F" if fortran else "C")
+
+
+# All that the published batches name, with what is made of it here.
+_ALLOWED: Mapping[tuple[str, str], Any] = {
+    ("numpy", "dtype"): _Uint8,
+    ("numpy", "ndarray"): _Pixels,
+    ("numpy.core.multiarray", "_reconstruct"): lambda kind, shape, code: _Pixels(),
 }
 
 
@@ -154,14 +168,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(content: bytes, path: Path) -> dict[bytes, Any]:
-    """A pickled dictionary of arrays and lists; anything that could run code is refused before it runs."""
+    """A pickled dictionary of byte arrays and lists. No function is called that is not of this module."""
     try:
         entry = _Unpickler(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:  # a damaged pickle may raise nearly anything
-        raise DataError(f"{path} is refused or damaged: {one_line(error)}") from error
+        raise DataError(f"{path} is refused or damaged: {reason(error)}") from error
     if not isinstance(entry, dict):
         raise DataError(f"{path} is not a CIFAR batch: it holds a {type(entry).__name__}")
-    return {key.encode() if isinstance(key, str) else key: value for key, value in entry.items()}
+    return entry
 
 
 def _bytes(path: Path) -> bytes:
@@ -169,9 +183,4 @@ def _bytes(path: Path) -> bytes:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is damaged or unreadable: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """The message of an exception on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{path} is damaged or unreadable: {reason(error)}") from error

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from gspace.lab.engine import Engine, capture
-from gspace.lab.errors import RecordError
+from gspace.lab.errors import RecordError, reason
 from gspace.lab.learners import Learner, live, load_state, state_of
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import CHECKPOINT, METRICS, Line, Run, finite
-from gspace.lab.schedule import drops, evaluation_interval, learning_rate, points, steps_per_epoch, total_iterations
+from gspace.lab.record import CHECKPOINT, METRICS, Run, finite
+from gspace.lab.schedule import changes, evaluation_interval, learning_rate, points, steps_per_epoch, total_iterations
+from gspace.lab.schema import Line
 from gspace.lab.stopping import Stop, interruption
 from gspace.lab.transform import Feed, epoch_rows
 
@@ -63,7 +64,7 @@ class Loop:
         self.wall = 0.0  # the same with evaluation and checkpoints
         self.session = 0  # iterations of this one
         self.overhead = 0.0  # seconds to load, build, compile and capture
-        self.drops = drops(self.recipe, self.total)
+        self.changes = changes(self.recipe, self.total)
         self.advance: Callable[[Tensor], None] = learner.step
         self._resume()
 
@@ -76,17 +77,28 @@ class Loop:
                 raise RecordError(
                     f"{host.folder} was begun as a {state['kind']} run: continue it as such, or delete it"
                 )
-            self._check_curves(state["iteration"])
-            self.iteration, self.seconds, self.wall = state["iteration"], state["seconds"], state["wall"]
-            load_state(self.learner, state["learner"])
-            self.learner.totals.copy_(state["totals"])
-            torch.set_rng_state(state["random"])
+            self._load(state)
+            self._check_curves(self.iteration)
         for k in self.active:
             self.runs[k].rewind(self.iteration)
         if others and state is None:
             self._save()  # before what points to it: a kill in between leaves no pointer to nothing
         for run in others:
             run.save(self._kind())
+
+    def _load(self, state: Line) -> None:
+        try:
+            if state["members"] != self._kind()["members"] or state["iteration"] not in range(self.total + 1):
+                raise ValueError(f"it is at iteration {state['iteration']} of {', '.join(state['members'])}")
+            self.iteration, self.seconds, self.wall = state["iteration"], state["seconds"], state["wall"]
+            load_state(self.learner, state["learner"])
+            self.learner.totals.copy_(state["totals"])
+            torch.set_rng_state(state["random"])
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            path = self.runs[0].folder / CHECKPOINT
+            raise RecordError(
+                f"{path} does not fit this run ({reason(error)}): delete it to start this run again"
+            ) from error
 
     def _check_curves(self, iteration: int) -> None:
         """A curve may be ahead of the checkpoint, if a kill came before the next one; what it lacks is lost."""
@@ -123,7 +135,7 @@ class Loop:
             epoch, step = divmod(self.iteration, self.epoch_steps)
             if rows is None or step == 0:
                 rows = self._rows(epoch)
-            if not rates or self.iteration in self.drops:
+            if not rates or self.iteration in self.changes:
                 rates = [learning_rate(run.recipe, self.iteration, self.total) for run in self.runs]
                 self.learner.set_rates(rates)
             self.advance(rows[step])

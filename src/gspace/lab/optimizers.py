@@ -51,14 +51,18 @@ def _sgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optim
 
 
 def _sgd_frozen(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
-    return FrozenSkeletonSGD(model, rate, **symmetry(model, recipe), **_momentum(recipe), **_way(rate))
+    optimizer = FrozenSkeletonSGD(model, rate, **symmetry(model, recipe), **_momentum(recipe), **_way(rate))
+    optimizer.rechoose()  # in the first weights, before a CUDA graph is captured
+    return optimizer
 
 
 def _gsgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
     bounds = {"reference": recipe.reference, "max_ratio": recipe.max_ratio, "max_drift": recipe.max_drift}
     given: dict[str, Any] = {name: value for name, value in bounds.items() if value is not None}
     rules: dict[str, Any] = {"batch_norm": recipe.batch_norm, "allocation": recipe.allocation}
-    return GSGD(model, rate, **_momentum(recipe), **rules, **symmetry(model, recipe), **given)
+    optimizer = GSGD(model, rate, **_momentum(recipe), **rules, **symmetry(model, recipe), **given)
+    optimizer.rechoose()  # in the first weights, before a CUDA graph is captured
+    return optimizer
 
 
 def _path_sgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
@@ -106,14 +110,44 @@ def _as_built(model: nn.Module, recipe: Recipe) -> None:
 def _torchvision(model: nn.Module, recipe: Recipe) -> None:
     """Convolutions as torchvision's ResNets draw them, w ~ N(0, 2/fan-out): torch's have a sixth of that variance."""
     draws = generator(recipe.seed, "init", "torchvision")
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu", generator=draws)
+    for layer in _convolutions(model):
+        nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu", generator=draws)
 
 
 def _torchvision_skeleton(model: nn.Module, recipe: Recipe) -> None:
     _torchvision(model, recipe)
     _skeleton("positive")(model, recipe)
+
+
+def _dirac_added(model: nn.Module, recipe: Recipe) -> None:
+    """torch's draw, and 1 more at the centre of as many channels as a convolution can keep."""
+    with torch.no_grad():
+        for layer in _convolutions(model):
+            layer.weight += nn.init.dirac_(torch.empty_like(layer.weight))
+
+
+def _dirac(model: nn.Module, recipe: Recipe) -> None:
+    """Convolutions that keep their width are the identity; the others keep torch's draw.
+
+    With more outputs than inputs `dirac_` leaves rows of zeros, and a ReLU at 0 passes no gradient: dead units.
+    """
+    for layer in _convolutions(model):
+        if layer.in_channels == layer.out_channels:
+            nn.init.dirac_(layer.weight)
+
+
+def _delta_orthogonal(model: nn.Module, recipe: Recipe) -> None:
+    """Convolutions are an orthogonal matrix at their centre and 0 elsewhere (Xiao et al., 2018)."""
+    draws = generator(recipe.seed, "init", "delta-orthogonal")
+    with torch.no_grad():
+        for layer in _convolutions(model):
+            height, width = layer.kernel_size
+            matrix = nn.init.orthogonal_(torch.empty(layer.weight.shape[:2]), generator=draws)
+            layer.weight.zero_()[:, :, height // 2, width // 2] = matrix
+
+
+def _convolutions(model: nn.Module) -> list[nn.Conv2d]:
+    return [module for module in model.modules() if isinstance(module, nn.Conv2d)]
 
 
 INITS: Mapping[str, Callable[[nn.Module, Recipe], None]] = {
@@ -123,4 +157,7 @@ INITS: Mapping[str, Callable[[nn.Module, Recipe], None]] = {
     "torchvision-skeleton": _torchvision_skeleton,
     "skeleton-random-signs": _skeleton("random"),
     "skeleton-common-signs": _skeleton("random", _common_signs),
+    "dirac-added": _dirac_added,
+    "dirac": _dirac,
+    "delta-orthogonal": _delta_orthogonal,
 }

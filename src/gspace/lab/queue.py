@@ -26,7 +26,8 @@ from gspace.lab.errors import BusyError, Interrupted, LabError, RecipeError
 from gspace.lab.lock import locked
 from gspace.lab.loop import Progress
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import LOCK, SUMMARY, Line, Run, open_run
+from gspace.lab.record import LOCK, SUMMARY, Run, open_run
+from gspace.lab.schema import Line
 from gspace.lab.stacked import stack_key, stackable
 from gspace.lab.stopping import interruption
 from gspace.lab.train import Session, work_alone, work_in_stacks

@@ -46,10 +46,12 @@ class Recipe:
     epochs: float | None = _field(None, "length of the run in epochs, instead of iterations", low=0, high=1e6)
     milestones: tuple[float, ...] = _field((), "where the rate drops, as fractions of the run", low=0, high=1)
     gamma: float = _field(0.1, "factor of the rate at each milestone", low=0)
+    schedule: str = _field("steps", "how the rate falls: at the milestones, or as a cosine to 0", ("steps", "cosine"))
+    warm_up: float = _field(0.0, "the rate rises in a line for this fraction of the run", low=0, high=1)
     seed: int = _field(0, "decides the initial weights and the batches", low=0)
     precision: str = _field("float32", "arithmetic of forward and backward pass", PRECISIONS)
     init: str = _field(
-        "default", "initial weights: the network's own or torchvision's, with skeleton weights ±1 or not", INITS
+        "default", "initial weights: the network's own, with skeleton weights ±1, or another start", INITS
     )
     batch_norm: str = _field("released", "G-SGD's rule for BatchNorm", ("released", "paper"))
     allocation: str = _field("fixed", "where G-SGD puts the change of a path", ("fixed", "spread"))
@@ -84,6 +86,8 @@ class Recipe:
             raise RecipeError("nesterov needs a momentum above 0")
         if list(self.milestones) != sorted(self.milestones):
             raise RecipeError(f"milestones {self.milestones} are not in order")
+        if self.schedule == "cosine" and self.milestones:
+            raise RecipeError("a cosine has no milestones: leave them out")
 
     @property
     def identity(self) -> str:

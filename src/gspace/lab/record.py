@@ -9,7 +9,8 @@
 | `summary.json` | once, last | the result; its presence means the run is finished |
 
 Whole files are written beside their place and renamed, so a reader sees the old or the new one, never a part. A line
-that was being written when the process died is not a line. One process works on a folder at a time.
+that was being written when the process died is not a line. One process works on a folder at a time. What is written
+carries the run's digest (`schema.py`), and a checkpoint the names of its runs: files of another run are refused.
 """
 
 import hashlib
@@ -18,20 +19,21 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from gspace.lab.errors import RecipeError, RecordError
+from gspace.lab.errors import RecordError, reason
 from gspace.lab.lock import locked
 from gspace.lab.recipe import Recipe
+from gspace.lab.schema import Line, check_curve, check_end, check_summary, parsed, sealed, unsealed
 
 RECIPE, ENVIRONMENT, METRICS, CHECKPOINT, SUMMARY, LOCK = (
     "recipe.json",
@@ -42,8 +44,8 @@ RECIPE, ENVIRONMENT, METRICS, CHECKPOINT, SUMMARY, LOCK = (
     ".lock",
 )
 _MAGIC = b"gspace-checkpoint-1\n"
-
-Line = dict[str, Any]
+T = TypeVar("T")
+_FOLDER = re.compile(r"[\w-]+-seed\d+-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
@@ -56,27 +58,29 @@ class Run:
     @property
     def summary(self) -> Line | None:
         """The result, if the run is finished."""
-        return read_summary(self.folder)
+        return read_summary(self.folder, self.recipe)
 
     @property
     def metrics(self) -> list[Line]:
-        return _read_lines(self.folder / METRICS)
+        return _curve(self.folder, self.recipe)
 
     def begin(self, environment: Mapping[str, Any]) -> None:
         """Adds a session to `environment.json`."""
-        path = self.folder / ENVIRONMENT
-        sessions = (_read_json(path, {"sessions": list}) or {"sessions": []})["sessions"]
-        write_json(path, {"sessions": [*sessions, dict(environment)]})
+        sessions = [*_sessions(self.folder, self.recipe), dict(environment)]
+        write_json(self.folder / ENVIRONMENT, sealed({"sessions": sessions}, self.recipe.identity))
 
     def rewind(self, iteration: int) -> None:
         """Forgets the points of the curve after `iteration`: they will be measured again."""
         lines = [line for line in self.metrics if line["iteration"] <= iteration]
-        write_atomic(self.folder / METRICS, "".join(map(_line, lines)).encode())
+        write_atomic(self.folder / METRICS, "".join(map(self._line, lines)).encode())
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Adds one point of the curve; it outlives the process at once, the machine from the next checkpoint on."""
         with _writing(self.folder / METRICS), (self.folder / METRICS).open("a") as file:
-            file.write(_line(line))
+            file.write(self._line(line))
+
+    def _line(self, point: Mapping[str, Any]) -> str:
+        return json.dumps(sealed(point, self.recipe.identity), allow_nan=False) + "\n"
 
     def sync(self) -> None:
         """The curve, as far as it is written, outlives the machine."""
@@ -92,7 +96,7 @@ class Run:
         write_atomic(self.folder / CHECKPOINT, _MAGIC, hashlib.sha256(payload).digest(), payload)
 
     def load(self) -> dict[str, Any] | None:
-        """The checkpoint, on the CPU; None if there is none yet."""
+        """The checkpoint, on the CPU; None if there is none yet. It names its kind and, as members, its runs."""
         path = self.folder / CHECKPOINT
         if not path.exists():
             return None
@@ -101,12 +105,23 @@ class Run:
         payload = content[start:]
         if content[:start] != _MAGIC + hashlib.sha256(payload).digest():
             raise RecordError(f"{path} is damaged (SHA-256 differs): delete it to start this run again")
-        state: dict[str, Any] = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-        return state
+        try:
+            state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+            members = list(state["members"])
+            plain = isinstance(state["kind"], str) and all(map(_FOLDER.fullmatch, members))
+        except Exception as error:  # nearly anything; torch's message would advise to load it unsafely
+            message = f"{path} holds no state of a run alone and is not loaded: delete it to start this run again"
+            raise RecordError(message) from error
+        if not plain or self.folder.name not in members:
+            raise RecordError(
+                f"{path} is that of another run ({', '.join(members)}): delete it to start this run again"
+            )
+        return dict(state)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Writes the result; the run is finished."""
-        write_json(self.folder / SUMMARY, summary)
+        """Writes the result, once the curve is safe; the run is finished."""
+        self.sync()
+        write_json(self.folder / SUMMARY, sealed(summary, self.recipe.identity))
 
 
 def make_folder(path: Path) -> None:
@@ -134,7 +149,7 @@ def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
         path = folder / RECIPE
         if not path.exists():
             write_json(path, recipe.to_dict())
-        elif _recipe(path) != recipe:
+        elif _read(path, _recipe) != recipe:
             raise RecordError(f"{path} is another recipe's: choose another folder for this run")
         yield run
     finally:
@@ -152,24 +167,25 @@ class Record:
     summary: Line | None
 
 
-def read_summary(folder: Path) -> Line | None:
+def read_summary(folder: Path, recipe: Recipe) -> Line | None:
     """The result in a run folder; None if the run is not finished, or not begun."""
-    return _read_json(folder / SUMMARY, {"status": str})
+    return _read(folder / SUMMARY, lambda content: check_summary(unsealed(parsed(content), recipe.identity), recipe))
 
 
 def read_run(folder: Path) -> Record:
     """A run folder, finished or not, locked or not."""
-    path = folder / RECIPE
-    if not path.is_file():
+    recipe = _read(folder / RECIPE, _recipe)
+    if recipe is None:
         raise RecordError(f"{folder} is no run folder: it has no {RECIPE}")
-    environment = _read_json(folder / ENVIRONMENT, {"sessions": list}) or {"sessions": []}
-    return Record(
-        folder=folder,
-        recipe=_recipe(path),
-        sessions=tuple(environment["sessions"]),
-        metrics=tuple(_read_lines(folder / METRICS)),
-        summary=read_summary(folder),
-    )
+    if recipe.folder != folder.resolve().name:
+        raise RecordError(f"{folder / RECIPE} is that of another run, {recipe.folder}")
+    summary = read_summary(folder, recipe)  # before the curve: once it is there, the curve is whole
+    curve = _curve(folder, recipe)
+    try:
+        check_end(summary, curve)
+    except ValueError as error:
+        raise RecordError(f"{folder / METRICS} is not that of {SUMMARY}: {error}") from error
+    return Record(folder, recipe, tuple(_sessions(folder, recipe)), tuple(curve), summary)
 
 
 def environment(**options: Any) -> Line:
@@ -243,42 +259,36 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _line(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, allow_nan=False) + "\n"
-
-
-def _read_json(path: Path, needs: Mapping[str, type] = MappingProxyType({})) -> Line | None:
-    """The object in a file, which has these fields; None if there is no file."""
+def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
+    """What a file holds; None if there is no file."""
     if not path.exists():
         return None
     try:
-        value = json.loads(path.read_bytes())
+        return parse(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise RecordError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise RecordError(f"{path} cannot be read: it holds no JSON object")
-    for name, kind in needs.items():
-        if not isinstance(value.get(name), kind):
-            raise RecordError(f"{path} cannot be read: it holds no {name!r}")
-    return value
+        raise RecordError(f"{path} cannot be read: {reason(error)}") from error
 
 
-def _read_lines(path: Path) -> list[Line]:
+def _recipe(content: bytes) -> Recipe:
+    return Recipe.from_dict(parsed(content))
+
+
+def _sessions(folder: Path, recipe: Recipe) -> list[Line]:
+    def parse(content: bytes) -> list[Line]:
+        value = unsealed(parsed(content), recipe.identity)
+        sessions = value.get("sessions")
+        if len(value) != 1 or not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
+            raise ValueError("it is no list of sessions")
+        return sessions
+
+    return _read(folder / ENVIRONMENT, parse) or []
+
+
+def _curve(folder: Path, recipe: Recipe) -> list[Line]:
     """The whole lines of a file to which a process may be writing, or was when it died."""
-    if not path.exists():
-        return []
-    lines: Sequence[bytes] = path.read_bytes().split(b"\n")[:-1]
-    try:
-        found = [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise RecordError(f"{path} cannot be read: {error}") from error
-    if not all(isinstance(line, dict) and "iteration" in line for line in found):
-        raise RecordError(f"{path} cannot be read: a line of it is no point of a curve")
-    return found
 
+    def parse(content: bytes) -> list[Line]:
+        points = [unsealed(parsed(line), recipe.identity) for line in content.split(b"\n")[:-1]]
+        return list(check_curve(points))
 
-def _recipe(path: Path) -> Recipe:
-    try:
-        return Recipe.from_dict(_read_json(path) or {})
-    except RecipeError as error:
-        raise RecordError(f"{path} cannot be read: {error}") from error
+    return _read(folder / METRICS, parse) or []

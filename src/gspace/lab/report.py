@@ -2,6 +2,7 @@
 
     gspace report runs --out report             # report.md, report.html, figures/*.png and *.svg
     gspace report runs --export results         # small JSON records to commit; a report can be made from them again
+    gspace report runs --export table-1.jsonl   # the same in one file, added to those that are in it
 
 The same records give the same bytes.
 """
@@ -16,8 +17,9 @@ from itertools import combinations
 from pathlib import Path
 
 from gspace.lab.archive import export, read_records, scores_of, short_recipe
+from gspace.lab.claims import claims
 from gspace.lab.cost import CPU, GPU, duration, estimate
-from gspace.lab.document import Document, Section, Table, markdown
+from gspace.lab.document import Document, Section, Table, code, markdown, names
 from gspace.lab.errors import RecordError
 from gspace.lab.experiment import (
     DATA_NAMES,
@@ -41,9 +43,9 @@ from gspace.lab.tabulate import MEASURES, Found, outcome, tables, write
 TITLE = "Measured with gspace"
 READING = (
     "Numbers are mean ± sample standard deviation (number of runs). A run that diverged is counted, not averaged. "
-    "Differences are between runs of one seed; a negative one favours G-SGD. Curves are means; the band is from the "
-    "smallest to the largest run. Training loss is, in tables, that of the finished network on all training images as "
-    "they are; in curves, the mean over the batches since the last point, as they were trained on.",
+    "Differences are between runs of one seed; a negative one favours the method named first. Curves are means; the "
+    "band is from the smallest to the largest run. Training loss is, in tables, that of the finished network on all "
+    "training images as they are; in curves, the mean over the batches since the last point, as they were trained on.",
     "*SGD from skeleton init* starts where G-SGD starts. *Free skeleton frozen* also keeps the skeleton weights that "
     "G-SGD never changes, one out of every unit. *Skeleton paths held* is G-SGD that keeps its other skeleton weights "
     "too. *Ratio* and *drift* bound how far the value of a skeleton path may go in one step and in all.",
@@ -54,7 +56,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUNS", type=Path, nargs="+", help="folders of run folders or of records")
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="where to (default: report)")
     parser.add_argument("--only", metavar="NAME,...", help="experiments to report on (default: all that were begun)")
-    parser.add_argument("--export", type=Path, metavar="DIR", help="write small JSON records there instead")
+    parser.add_argument(
+        "--export", type=Path, metavar="PATH", help="write small records there instead: a folder, or one .jsonl file"
+    )
     parser.add_argument("--json", action="store_true", help="print the tables (or the exported files) as JSON")
 
 
@@ -64,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         raise RecordError(f"no runs below {', '.join(map(str, args.runs))}")
     if args.export:
         written = export(records, args.export)
-        print(json.dumps([str(path) for path in written], indent=1) if args.json else f"{len(written)} records written")
+        files = "1 file" if len(written) == 1 else f"{len(written)} files"
+        print(json.dumps([str(path) for path in written], indent=1) if args.json else f"{files} written")
         return 0
     names = args.only.split(",") if args.only else list(EXPERIMENTS)
     chosen = [EXPERIMENTS[check_name("experiment", name, EXPERIMENTS)] for name in names]
@@ -83,20 +88,23 @@ def publish(document: Document, out: Path) -> list[Path]:
     except OSError as error:
         raise RecordError(f"cannot write {out}: {error.strerror or error}") from error
     text, html = out / "report.md", out / "report.html"
-    write_atomic(text, markdown(document, "figures").encode())
-    write_atomic(html, page(document).encode())
     drawn = [
         path
         for section in document.sections
         if section.panels
         for path in draw(section.panels, out / "figures" / section.name)
     ]
+    write_atomic(text, markdown(document, "figures").encode())
+    pictures = {path.stem: path.read_bytes() for path in drawn if path.suffix == ".svg"}
+    write_atomic(html, page(document, pictures).encode())
     return [text, html, *drawn]
 
 
 def as_json(document: Document) -> str:
     """The tables by section, for other programs."""
     content = {section.name: _rows(section.tables) for section in document.sections}
+    if document.summary:
+        content["summary"] = _rows(document.summary)
     appendix = _rows(table for table in document.appendix if table.rows)
     if appendix:
         content["appendix"] = appendix
@@ -105,13 +113,7 @@ def as_json(document: Document) -> str:
 
 def _rows(tables: Iterable[Table]) -> dict[str, list[dict[str, str]]]:
     """Rows by the names of their columns, for each table by its title."""
-    return {table.title: [dict(zip(_names(table.head), row, strict=True)) for row in table.rows] for table in tables}
-
-
-def _names(head: Sequence[str]) -> list[str]:
-    """The head with every name once: "ours" stands behind the paper's column of each method."""
-    paper = [name.removesuffix(": paper") for name in ("", *head[:-1])]
-    return [f"{method}: ours" if name == "ours" else name for method, name in zip(paper, head, strict=True)]
+    return {table.title: [dict(zip(names(table.head), row, strict=True)) for row in table.rows] for table in tables}
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ def assemble(
         _environments(records),
     )
     sections = tuple(section(part, found) for part in parts)
-    return Document(TITLE, command, READING, sections, tuple(table for table in appendix if table.rows))
+    kept, summary = ([table for table in some if table.rows] for some in (appendix, (claims(experiments, found),)))
+    return Document(TITLE, command, READING, sections, tuple(kept), tuple(summary))
 
 
 def begun(experiment: Experiment, found: Found) -> Iterator[Part]:
@@ -225,7 +228,7 @@ def _missing(experiments: Sequence[Experiment], parts: Sequence[Part], found: Fo
             runs = [recipe for recipe in part.left if (recipe.stands_for or recipe.data) == data]
             machine = CPU if part.variant.quick else GPU
             cost = f"{duration(estimate(runs, machine))} on {machine.name}"
-            command = f"`{part.command}{f' --data {data}' if len(sets) > 1 else ''}{counting}`"
+            command = code(f"{part.command}{f' --data {data}' if len(sets) > 1 else ''}{counting}")
             count = Counter(part.left[recipe].key for recipe in runs)
             which = ", ".join(f"{n} {key}" for key, n in count.items())
             name = f"{part.experiment.name}{part.variant.flags}, {DATA_NAMES[data]}"

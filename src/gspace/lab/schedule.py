@@ -1,5 +1,8 @@
 """How long a run is and what its learning rate is at each iteration: one schedule for every optimizer."""
 
+import math
+from collections.abc import Collection
+
 from gspace.lab.errors import RecipeError
 from gspace.lab.recipe import Recipe
 
@@ -21,14 +24,28 @@ def total_iterations(recipe: Recipe, images: int) -> int:
 
 
 def drops(recipe: Recipe, total: int) -> tuple[int, ...]:
-    """The iterations at which the learning rate falls."""
+    """The iterations at which a schedule of steps falls."""
     return tuple(round(milestone * total) for milestone in recipe.milestones)
 
 
+def changes(recipe: Recipe, total: int) -> Collection[int]:
+    """The iterations before which the learning rate has to be set."""
+    return range(total) if recipe.schedule == "cosine" or recipe.warm_up else drops(recipe, total)
+
+
 def learning_rate(recipe: Recipe, iteration: int, total: int) -> float:
-    """lr · gamma^k, where k milestones (fractions of the run) have passed."""
-    passed = sum(iteration >= drop for drop in drops(recipe, total))
-    return recipe.lr * recipe.gamma**passed
+    """lr · gamma^k, where k milestones (fractions of the run) have passed, or half a cosine; first a line upwards.
+
+    >>> recipe = Recipe(iterations=100, lr=1.0, schedule="cosine", warm_up=0.04)
+    >>> [round(learning_rate(recipe, i, 100), 3) for i in (0, 3, 4, 52, 99)]
+    [0.25, 1.0, 1.0, 0.5, 0.0]
+    """
+    rise = round(recipe.warm_up * total)
+    if iteration < rise:
+        return recipe.lr * (iteration + 1) / rise
+    if recipe.schedule == "cosine":
+        return recipe.lr * (1 + math.cos(math.pi * (iteration - rise) / (total - rise))) / 2
+    return recipe.lr * recipe.gamma ** sum(iteration >= drop for drop in drops(recipe, total))
 
 
 def evaluation_interval(recipe: Recipe, total: int) -> int:

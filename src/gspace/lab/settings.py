@@ -61,6 +61,16 @@ def cifar(model: str, data: str, *, quick: bool = False, **changes: Any) -> Reci
     return CIFAR.but(**{**small, "data": data, "pin": PIN[model.split("-")[0]], **changes})
 
 
+def brief(recipe: Recipe, **changes: Any) -> Recipe:
+    """A short run: an eighth of the paper's schedule, or less if it is quick."""
+    return recipe.but(iterations=80 if recipe.quick else 8000, **changes)
+
+
+def held_out(recipe: Recipe) -> Recipe:
+    """A short run that is judged on training images it does not see."""
+    return brief(recipe, validation=1000 if recipe.quick else 5000)
+
+
 # Numbers the paper prints ---------------------------------------------------------------------------------------------
 
 TABLE_1 = {

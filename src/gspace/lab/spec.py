@@ -1,6 +1,8 @@
 """A model named on the command line: `package.module:callable(arguments)` or `path/to/model.py:callable(arguments)`.
 
 The arguments are Python literals and are read as such, never evaluated: `"model.py:build(width=32, depth=(2, 2))"`.
+`hf:LlamaConfig(hidden_size=64)` is the model of a Hugging Face config with random weights, and so is a folder that
+holds a config.json; nothing is downloaded.
 """
 
 import ast
@@ -18,7 +20,10 @@ from torch import nn
 
 from gspace.lab.errors import LabError
 
-FORM = "package.module:callable or path/to/model.py:callable, with literal arguments, as in model.py:build(width=32)"
+FORM = (
+    "package.module:callable or path/to/model.py:callable, with literal arguments, as in model.py:build(width=32), "
+    "or hf:LlamaConfig(hidden_size=64), or a folder with a config.json"
+)
 
 # The shortest source that leaves a name behind the colon: 'C:\\nets\\model.py:build("a:b")' splits before 'build'.
 _SPEC = re.compile(r"(?P<source>.+?):(?P<name>[^\W\d][\w.]*)(?P<call>\(.*\))?", re.DOTALL)
@@ -53,6 +58,8 @@ def parse_spec(text: str) -> Spec:
     >>> parse_spec("nets/model.py:build(3, width=32)")
     Spec(source='nets/model.py', name='build', args=(3,), kwargs={'width': 32})
     """
+    if (Path(text.strip()).expanduser() / "config.json").is_file():
+        return Spec(text.strip(), "config.json")
     match = _SPEC.fullmatch(text.strip())
     if match is None:
         raise SpecError(f"SPEC {text!r} is not of the form {FORM}")
@@ -67,12 +74,35 @@ def load_model(spec: Spec) -> nn.Module:
 
     What the imported code prints goes to stderr, so that the standard output holds the report alone.
     """
+    if spec.source == "hf" or spec.name == "config.json":
+        return _from_config(spec)
     with contextlib.redirect_stdout(sys.stderr):
         factory = _attribute(_import(spec.source), spec)
         model = factory if spec.args is None and isinstance(factory, nn.Module) else _call(factory, spec)
     if not isinstance(model, nn.Module):
         raise SpecError(f"{spec.source}:{spec.name} gives a {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def _from_config(spec: Spec) -> nn.Module:
+    """A Hugging Face model with random weights."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise SpecError("Hugging Face models need the package transformers: pip install transformers") from error
+    try:
+        if spec.name == "config.json":
+            config = transformers.AutoConfig.from_pretrained(str(Path(spec.source).expanduser()), local_files_only=True)
+        else:
+            config = getattr(transformers, spec.name)(*(spec.args or ()), **spec.kwargs)
+        named = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]
+        if named:
+            return named[0](config)
+        causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
+        auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+        return auto.from_config(config)
+    except Exception as error:  # what transformers makes of a config may raise anything
+        raise SpecError(f"{spec.source}:{spec.name} failed: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

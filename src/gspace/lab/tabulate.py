@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import floor, log10
 from statistics import fmean, stdev
 
@@ -156,18 +157,21 @@ def _written(cell: Cell | None, found: Found, measure: Measure) -> str:
 
 
 def _compared(methods: Sequence[Method]) -> list[tuple[Method, Method]]:
-    """G-SGD with all that is SGD, controls among them."""
+    """G-SGD with all that is SGD, controls among them; then SGD with its other starts, where they are no controls."""
     ours = [method for method in methods if method.key == "gsgd"]
     plain = [method for method in methods if method.fields.get("optimizer", "sgd").startswith("sgd")]
-    return [(base, other) for other in ours for base in plain]
+    starts = [method for method in plain if method.key == "sgd" or ("init" in method.fields and not method.control)]
+    return [*((base, other) for other in ours for base in plain), *combinations(starts, 2)]
+
+
+def gaps(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> list[float]:
+    """How much more `other` has than `base`, for each seed that both finished: same initial stream, same batches."""
+    if base is None or other is None:
+        return []
+    ours, theirs = (outcome(cell.recipes, found, measure).values for cell in (other, base))
+    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
 
 
 def difference(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> str:
-    """How much more `other` has than `base`, over the seeds that both finished: same initial stream, same batches."""
-    if base is None or other is None:
-        return "–"
-    ours, theirs = (outcome(cell.recipes, found, measure).values for cell in (other, base))
-    both = sorted(ours.keys() & theirs.keys())
-    if not both:
-        return "–"
-    return mean_std([ours[seed] - theirs[seed] for seed in both], measure, "+")
+    """Those gaps in a cell of a table."""
+    return mean_std(gaps(base, other, found, measure), measure, "+") or "–"

@@ -21,11 +21,12 @@ import torch
 from gspace.lab.data import DataSet, load, subset
 from gspace.lab.download import Progress as DownloadProgress
 from gspace.lab.engine import Engine, arithmetic, number_type
-from gspace.lab.errors import RecipeError
+from gspace.lab.errors import RecipeError, RecordError
 from gspace.lab.learners import Learner, Single, Stacked
 from gspace.lab.loop import Loop, Progress, Watch
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import Line, Run, environment, open_run, read_run
+from gspace.lab.record import CHECKPOINT, Run, environment, open_run, read_run
+from gspace.lab.schema import Line
 from gspace.lab.seeds import derive
 from gspace.lab.stacked import largest_stack, stack_key, stackable
 from gspace.lab.stopping import Stop, stop_requests
@@ -99,7 +100,10 @@ def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
     for name, run in found.items():
         state = run.load() if run.summary is None else None
         if state is not None:
-            stacks[tuple(state["members"])] = state["kind"]
+            kind, members = state["kind"], tuple(state["members"])
+            if kind not in LEARNERS or (kind == Single.kind and len(members) > 1):
+                raise RecordError(f"{run.folder / CHECKPOINT} is of {len(members)} {kind} runs, which there are not")
+            stacks[members] = kind
         elif run.summary is None:
             fresh.append(name)
     begun = {name for members in stacks for name in members}  # also one whose own checkpoint was deleted
@@ -112,7 +116,10 @@ def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
             for name in members:
                 if name not in found:  # begun with these, and the stack cannot go on without its weights
                     folder = runs[0].folder.parent / name
-                    found[name] = held.enter_context(open_run(folder.parent, read_run(folder).recipe))
+                    recipe = read_run(folder).recipe
+                    if stack_key(recipe) != stack_key(runs[0].recipe):
+                        raise RecordError(f"{runs[0].folder / CHECKPOINT} names {name}, which no stack has beside it")
+                    found[name] = held.enter_context(open_run(folder.parent, recipe))
             _work([found[name] for name in members], LEARNERS[kind], session)
 
 

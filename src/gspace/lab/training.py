@@ -9,7 +9,8 @@ from gspace.lab.archive import short_recipe
 from gspace.lab.errors import RecipeError
 from gspace.lab.queue import Tally, conclude, read_queue, report, run_queue
 from gspace.lab.recipe import DEFAULTS
-from gspace.lab.record import Line, read_summary
+from gspace.lab.record import read_summary
+from gspace.lab.schema import Line
 from gspace.lab.train import train
 
 EXAMPLES = """examples:
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             tally = run_queue(recipes, args.out, session, stack=args.stack)
     if args.json:
         ended: list[Line] = [
-            {"folder": str(folder), "recipe": short_recipe(recipe), "summary": read_summary(folder)}
+            {"folder": str(folder), "recipe": short_recipe(recipe), "summary": read_summary(folder, recipe)}
             for recipe in recipes
             for folder in [args.out / recipe.folder]
         ]

@@ -1,15 +1,18 @@
 """Is the symmetry exact on this model? Rescale a float64 copy by factors e^N(0,1) and compare its outputs."""
 
-import inspect
+import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gspace import Analysis, random_scales, rescale_
+from gspace.analysis.examples import guesses
+from gspace.analysis.forward import Inputs, arguments, tensors_in, untouched
 from gspace.lab.errors import LabError
 from gspace.lab.spec import one_line
 
@@ -30,16 +33,6 @@ class Shape(NamedTuple):
 # more than 1e-3. In between, at 1e-9, lies the line.
 TOLERANCE = 1e-9
 
-BATCH, SIDE, TOKENS = 2, 32, 16  # of guessed inputs: BatchNorm in training mode needs two samples
-
-FIRST_LAYERS: dict[type[nn.Module], Callable[[Any], Shape]] = {
-    nn.Linear: lambda layer: Shape((BATCH, layer.in_features)),
-    nn.Conv1d: lambda layer: Shape((BATCH, layer.in_channels, SIDE)),
-    nn.Conv2d: lambda layer: Shape((BATCH, layer.in_channels, SIDE, SIDE)),
-    nn.Conv3d: lambda layer: Shape((BATCH, layer.in_channels, SIDE, SIDE, SIDE)),
-    nn.Embedding: lambda layer: Shape((BATCH, TOKENS), layer.num_embeddings),
-}
-
 
 class InputError(LabError, ValueError):
     """The model and the input do not fit; the message fits on one line."""
@@ -48,7 +41,7 @@ class InputError(LabError, ValueError):
 
 
 def largest_changes(
-    model: nn.Module, analysis: Analysis, inputs: tuple[Tensor, ...], generator: torch.Generator
+    model: nn.Module, analysis: Analysis, inputs: Inputs, generator: torch.Generator
 ) -> dict[str, float]:
     """max |f(x; g_c(w)) − f(x; w)| / max |f(x; w)| over all outputs, in evaluation and in training mode.
 
@@ -61,7 +54,7 @@ def largest_changes(
     original = deepcopy(model).double()
     scales = random_scales(original, generator, analysis=analysis)
     rescaled = rescale_(deepcopy(original), scales, analysis=analysis)
-    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    inputs = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
     # Evaluation first: a pass in training mode moves the running statistics.
     return {
         mode: _relative_change(_outputs(original, inputs, mode), _outputs(rescaled, inputs, mode), mode)
@@ -69,25 +62,15 @@ def largest_changes(
     }
 
 
-def guess_shape(model: nn.Module) -> Shape:
-    """The shape of an input, read off the first layer that has parameters."""
-    required = [
-        name
-        for name, p in inspect.signature(model.forward).parameters.items()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(required) > 1:
-        raise InputError(f"the model takes {len(required)} inputs ({', '.join(required)}): give each an --input-shape")
-    first = _first_layer(model)
-    for kind, shape in FIRST_LAYERS.items():
-        if isinstance(first, kind):
-            return shape(first)
-    what = "the model has no parameters" if first is None else f"its first layer is a {type(first).__name__}"
-    raise InputError(f"cannot guess the shape of an input ({what}): give --input-shape, for example 2,3,32,32")
-
-
-def _first_layer(model: nn.Module) -> nn.Module | None:
-    return next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
+def guess(model: nn.Module) -> Inputs:
+    """The first guess of an input that the model accepts."""
+    with untouched(model):
+        for example in guesses(model):
+            args, kwargs = arguments(example)
+            with contextlib.suppress(Exception):  # the forward pass is the user's and may raise anything
+                model(*args, **kwargs)
+                return example
+    raise InputError("cannot guess an input of the model: give --input-shape, for example 2,3,32,32")
 
 
 def random_inputs(model: nn.Module, shapes: Sequence[Shape], generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -96,7 +79,7 @@ def random_inputs(model: nn.Module, shapes: Sequence[Shape], generator: torch.Ge
     The one input of a model that begins with an embedding is integers, whether asked for or not.
     """
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    first = _first_layer(model)
+    first = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
     if len(shapes) == 1 and isinstance(first, nn.Embedding):
         shapes = [shapes[0]._replace(below=shapes[0].below or first.num_embeddings)]
     return tuple(
@@ -107,32 +90,19 @@ def random_inputs(model: nn.Module, shapes: Sequence[Shape], generator: torch.Ge
     )
 
 
-def _outputs(model: nn.Module, inputs: tuple[Tensor, ...], mode: str) -> list[Tensor]:
+def _outputs(model: nn.Module, inputs: Inputs, mode: str) -> list[Tensor]:
     model.train(mode == "train")
+    args, kwargs = arguments(inputs)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         try:
-            return list(_tensors(model(*inputs)))
+            return [t for t in tensors_in(model(*args, **kwargs)) if t.is_floating_point() and t.numel()]
         except Exception as error:  # the forward pass is the user's and may raise anything
-            shapes = " ".join(",".join(map(str, x.shape)) for x in inputs)
+            shapes = " ".join(",".join(map(str, x.shape)) for x in tree_leaves(inputs) if isinstance(x, Tensor))
             raise InputError(
                 f"the model does not accept an input of shape {shapes} in {mode} mode, give a fitting --input-shape: "
                 f"{one_line(error)}"
             ) from error
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in an output, however nested."""
-    match output:
-        case Tensor():
-            if output.is_floating_point() and output.numel():
-                yield output
-        case Mapping():
-            for value in output.values():
-                yield from _tensors(value)
-        case tuple() | list():
-            for value in output:
-                yield from _tensors(value)
 
 
 def _relative_change(before: list[Tensor], after: list[Tensor], mode: str) -> float:

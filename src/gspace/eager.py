@@ -1,0 +1,84 @@
+"""A step in torch's own operations: path values are shown to an optimizer, what it makes of them is given to weights.
+
+The optimizer sees a tensor for each parameter that touches a unit, of its shape: path values, and ∂ℓ/∂v as gradient. At
+the entry of a trained skeleton path it sees 0 and the gradient of that path, and is asked for the change: weight decay
+finds nothing to decay there. At free entries it sees 0 and no gradient. So the state that it keeps for a tensor is
+state of the parameter, entry by entry.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspace import step
+from gspace.step import BatchNormRule, Plan
+
+Allocation = Literal["fixed", "spread"]
+
+
+class Rules(NamedTuple):
+    """What is decided in a step apart from the optimizer's hyper-parameters."""
+
+    batch_norm: BatchNormRule
+    allocation: Allocation
+    max_ratio: float
+    max_drift: float
+
+
+class Coordinates(NamedTuple):
+    """Ĩ and Õ, `(H + 1,)` each."""
+
+    incoming: Tensor
+    outgoing: Tensor
+
+
+def show(
+    plan: Plan,
+    rules: Rules,
+    at: Coordinates,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    shown: Sequence[Tensor],
+    path_grads: Sequence[Tensor],
+) -> None:
+    """Writes v and ∂ℓ/∂v into `shown` and `path_grads`, which are shaped like the weights."""
+    root_grad = step.root_gradient(plan, weights, grads, *at, rules.batch_norm)
+    for layer, weight, grad, v, path_grad in zip(plan.layers, weights, grads, shown, path_grads, strict=True):
+        view = layer.edges.view(weight)
+        layer.edges.view(v).copy_(step.path_values(layer, view, *at))
+        layer.edges.view(path_grad).copy_(step.path_gradient(layer, view, grad, *at, rules.batch_norm))
+        v[layer.entries] = 0
+        path_grad[layer.entries] = root_grad[layer.root].to(path_grad.dtype)
+
+
+def allocate(
+    plan: Plan, rules: Rules, at: Coordinates, weights: Sequence[Tensor], shown: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Gives what became of the path values to the weights, in place; returns R of the roots, bounded and not."""
+    value = at.incoming * at.outgoing
+    change = torch.zeros_like(value)
+    for layer, v in zip(plan.layers, shown, strict=True):
+        change = change.index_put((layer.root,), v[layer.entries].to(change.dtype))
+    change = torch.where(_is_root(plan.root), change, 0)
+    ratio, raw = step.path_ratio(value, -change, 1.0, rules.max_ratio, rules.max_drift)
+    every = ratio[plan.root]
+    spread = every.abs().rsqrt() if rules.allocation == "spread" else torch.ones_like(every)
+    for layer, weight, v in zip(plan.layers, weights, shown, strict=True):
+        view = layer.edges.view(weight)
+        entries = step.allocate_skeleton(layer, weight[layer.entries], every, spread)
+        moved = layer.edges.view(v) - step.path_values(layer, view, *at)
+        view.copy_(step.allocate_weights(layer, view, moved, *at, every, spread))
+        weight[layer.entries] = entries
+    return ratio, raw
+
+
+def _is_root(root: Tensor) -> Tensor:
+    unit = torch.arange(len(root), device=root.device)
+    return (root == unit) & (unit > 0)
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32: a ratio near 1 has no place in 16 bits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

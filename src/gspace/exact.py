@@ -1,0 +1,192 @@
+"""Steps that see neither the scales of units nor those of rows before a BatchNorm: `batch_norm="exact"`.
+
+Two kinds of scales leave a network with BatchNorm as it is. A unit u: γ, β and all other weights that write u times
+c_u, columns that read u over c_u. A row r that a norm absorbs: the row, its bias and running mean times a_r, the
+running variance times a_r². Coordinates that neither changes:
+
+    G(u) = |I(u)|                  gauge of a unit: in(u) is γ of the first norm that writes u and has one other than 0
+    b_e = w_e · G(tail)/G(head)    edges whose row no norm absorbs: β, later γ's of a stream, the last layer
+    t_r = w_r · G(tail)/n_r        rows that a norm absorbs, n_r = ‖w_r · G(tail)‖: points on the unit sphere
+
+Of units that no norm writes, in(u) is the largest weight of the first layer that does, with a reference as in `step.py`
+that makes G(u) the norm of the row, so that b of the row has norm 1 at first. in(u) never moves: what it could express,
+the columns that read u express. That is why γ stands still. It is not out(u), as elsewhere, because that may lie in an
+absorbed row, whose scale means nothing.
+
+    ∂ℓ/∂b = g · G(head)/G(tail),   ∂ℓ/∂t = g · n_r/G(tail) less its part along t
+
+An optimizer sees b, and 0 in place of t: it is asked for a change d, so that its weight decay finds nothing to decay.
+d is projected, d − ⟨d, t⟩t, and followed by the way back to the sphere, t′ = (t + d)/‖t + d‖; w_r = t′·n_r/G(tail). The
+row keeps its norm, in coordinates, so running statistics stay true. A bias before a norm does nothing and is not moved.
+
+Shapes: as in `step.py`. Units are those of the exact view; absorbed rows are ground.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gspace.analysis import Analysis
+from gspace.choice import Chosen, require_finite
+from gspace.devices import on_cpu
+from gspace.skeleton import NOT_TRAINED, Picked, by_edge, connected, largest_writers, skeleton_of, trained_units
+from gspace.step import Layer, Plan, path_values
+
+Masks = Mapping[str, Tensor]
+SHARED = "rows before a norm share their scale with other weights"
+
+
+@on_cpu
+def view(analysis: Analysis) -> Analysis:
+    """The exact view in place of the transparent one; absorbed rows are ground."""
+    H = analysis.H
+    edges = tuple(replace(e, head=e.head * (e.head <= H), tail=e.tail * (e.tail <= H)) for e in analysis.edges)
+    return replace(analysis, transparent=edges, H_paper=H)
+
+
+@on_cpu
+def absorbed_rows(analysis: Analysis, dims: Mapping[str, int]) -> tuple[dict[str, Tensor], int]:
+    """Rows that a norm absorbs, `(group, out)` bool by parameter, and how many share their scale and are left out.
+
+    A row has a sphere of its own if no other row has the same scale and no column reads it. Biases count for nothing.
+    """
+    n = 1 + analysis.H + analysis.H_absorbed
+    written, read = torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.bool)
+    for e in analysis.edges:
+        read[e.tail.reshape(-1)] = True
+        if dims[e.name] > 1:
+            written += torch.bincount(e.head.reshape(-1), minlength=n)
+    own = (written == 1) & ~read
+    own[: 1 + analysis.H] = False
+    masks = {e.name: own[e.head] for e in analysis.edges if bool(own[e.head].any())}
+    return masks, int((~own[1 + analysis.H :]).sum())
+
+
+@torch.no_grad()
+@on_cpu
+def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *, final: bool) -> Chosen:
+    """in(u) of every exact unit in the weights of now. `analysis` is that of the model, not its exact view."""
+    require_finite(model)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    dims = {name: p.dim() for name, p in weights.items()}
+    exact, mine = view(analysis), {id(p) for p in parameters if p.requires_grad}
+    trained = {name for name, p in model.named_parameters() if id(p) in mine}
+    edges, n = exact.transparent, exact.H_paper + 1
+    _, shared = absorbed_rows(analysis, dims)
+    gains = {f"{name}.weight".lstrip(".") for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    in_edge, in_index, parent = torch.full((n,), -1), torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.long)
+    gauge, normed = torch.ones(n, dtype=torch.float64), torch.zeros(n, dtype=torch.bool)
+    for k in sorted((k for k, e in enumerate(edges) if e.name in gains), key=lambda k: edges[k].first):
+        unit, value = edges[k].head.reshape(-1), weights[edges[k].name].cpu().reshape(-1).double().abs()
+        first = (unit > 0) & (in_edge[unit] < 0) & (value > 0)
+        in_edge[unit[first]], gauge[unit[first]] = k, value[first]
+        in_index[unit[first]] = torch.arange(len(unit))[first]
+        normed[unit] = True
+    normed[0] = True
+    references = torch.ones(2, n, dtype=torch.float64)
+    layers = [e if dims[e.name] > 1 else replace(e, head=torch.zeros_like(e.head)) for e in edges]
+    edge, index, other = largest_writers(layers, weights, gauge, ~normed)
+    for k, units in enumerate(by_edge(edge, len(edges))):
+        value = weights[edges[k].name].cpu().reshape(-1)[index[units]].double()
+        references[0, units] = value * gauge[other[units]] / gauge[units]
+    found = edge >= 0
+    in_edge[found], in_index[found], parent[found] = edge[found], index[found], other[found]
+    live = connected(edges, n)
+    reasons = {
+        NOT_TRAINED: ~trained_units(edges, trained, n),
+        "lie on no path from input to output": ~live & (in_edge < 0),
+        "have no gain or incoming weight other than 0": in_edge < 0,
+    }
+    usable, unused = torch.ones(n, dtype=torch.bool), []
+    for reason, found in reasons.items():
+        lost = int((found & usable)[1:].sum())
+        usable &= ~found
+        if lost:
+            unused.append(f"{lost} units {reason}")
+    unused += [f"{shared} {SHARED}"] if shared else []
+    usable[0] = True
+    nothing = torch.zeros(n, dtype=torch.long)
+    skeleton = skeleton_of(edges, Picked(in_edge, in_index, parent, nothing - 1, nothing, nothing), usable)
+    return Chosen(replace(skeleton, unused=tuple(unused)), references[:, usable], final)
+
+
+# One step -------------------------------------------------------------------------------------------------------------
+
+
+def show(
+    plan: Plan,
+    masks: Sequence[Tensor | None],
+    gauge: Tensor,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    shown: Sequence[Tensor],
+    path_grads: Sequence[Tensor],
+) -> None:
+    """Writes b and ∂ℓ/∂b, or 0 and ∂ℓ/∂t, into `shown` and `path_grads`."""
+    for layer, mask, weight, grad, v, path_grad in zip(
+        plan.layers, masks, weights, grads, shown, path_grads, strict=True
+    ):
+        view = layer.edges.view(weight)
+        b = path_values(layer, view, gauge, gauge.reciprocal())
+        g = path_values(layer, layer.edges.view(grad), gauge.reciprocal(), gauge)
+        if mask is not None:
+            rows = _shaped(mask, view)
+            if weight.dim() == 1:  # a bias before a norm
+                b, g = (torch.where(rows, 0, x) for x in (b, g))
+            else:
+                norm, t = _on_sphere(b)
+                b, g = torch.where(rows, 0, b), torch.where(rows, _projected(g * norm, t), g)
+        layer.edges.view(v).copy_(b)
+        layer.edges.view(path_grad).copy_(g)
+        v[layer.entries] = 0
+        path_grad[layer.entries] = 0
+
+
+def allocate(
+    plan: Plan, masks: Sequence[Tensor | None], gauge: Tensor, weights: Sequence[Tensor], shown: Sequence[Tensor]
+) -> None:
+    """Gives what became of the coordinates to the weights, in place."""
+    for layer, mask, weight, v in zip(plan.layers, masks, weights, shown, strict=True):
+        view = layer.edges.view(weight)
+        b, d = path_values(layer, view, gauge, gauge.reciprocal()), layer.edges.view(v)
+        kept = weight[layer.entries]
+        change = path_values(layer, d - b, gauge.reciprocal(), gauge)
+        if mask is not None:
+            rows = _shaped(mask, view)
+            if weight.dim() == 1:
+                change = torch.where(rows, 0, change)
+            else:
+                norm, t = _on_sphere(b)
+                d = _projected(d, t)
+                square = _dot(d, d)
+                length = (1 + square).sqrt()  # ‖t + d‖; without a change of t, nothing changes by a bit
+                turned = (d - t * (square / (1 + length))) / length * norm
+                change = torch.where(rows, path_values(layer, turned, gauge.reciprocal(), gauge), change)
+        view.add_(change)
+        weight[layer.entries] = kept
+
+
+def _shaped(mask: Tensor, view: Tensor) -> Tensor:
+    return mask.reshape(*mask.shape, *[1] * (view.dim() - 2))
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(list(range(2, a.dim())), keepdim=True)
+
+
+def _on_sphere(b: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of each row and its direction; a row of zeros has none and stays."""
+    norm = _dot(b, b).sqrt()
+    return norm, b / torch.where(norm > 0, norm, 1)
+
+
+def _projected(d: Tensor, t: Tensor) -> Tensor:
+    return d - _dot(d, t) * t
+
+
+def masks_of(layers: Sequence[Layer], masks: Masks) -> list[Tensor | None]:
+    """The rows of each layer that a norm absorbs, on its device; None if there are none."""
+    return [None if (m := masks.get(x.edges.name)) is None else m.to(x.edges.head.device) for x in layers]

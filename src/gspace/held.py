@@ -1,0 +1,116 @@
+"""What all our optimizers ask before a step, and what they do when they are copied or loaded."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+State = dict[str, Any]
+
+
+class Held:
+    """The parameters and submodules that the modules of a model held when an optimizer was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen = [
+            (path, owner, dict(owner))
+            for path, m in model.named_modules()
+            for owner in (m._parameters, m._modules)
+            if isinstance(owner, dict)  # a scripted module has others: changes in it are not noticed
+        ]
+        self.owners = [owner for _, owner, _ in self.seen]
+        self.sizes = list(map(len, self.owners))
+        self.filled = [owner for owner in self.owners if owner]
+        self.names = [name for owner in self.filled for name in owner]
+        self.values = [value for owner in self.filled for value in owner.values()]
+
+    def require_same(self, owner: str) -> None:
+        """Raises if a module holds other objects, or under other names, or in another order."""
+        if (
+            list(map(len, self.owners)) == self.sizes
+            and all(map(is_, chain.from_iterable(map(dict.values, self.filled)), self.values))
+            and all(map(is_, chain.from_iterable(self.filled), self.names))
+        ):
+            return
+        for path, here, seen in self.seen:
+            for name in (*seen, *here):
+                if name not in here or name not in seen or here[name] is not seen[name]:
+                    where = f"{path}.{name}".strip(".")
+                    raise RuntimeError(
+                        f"the model was changed after {owner} was made: {where!r} is not what it was. "
+                        f"Make a new {owner} for the changed model."
+                    )
+
+
+def require_finite_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
+    """On a CPU; nobody waits for another device to ask."""
+    grads = [(p, p.grad._values() if p.grad.is_sparse else p.grad) for p in parameters if p.grad is not None]
+    if not grads or any(g.device.type != "cpu" for _, g in grads):
+        return
+    # A sum is finite only if every term is; if it is not, it may have overflowed.
+    if bool(torch.stack([g.sum().abs().float() for _, g in grads]).isfinite().all()):
+        return
+    bad = next((p for p, g in grads if not bool(g.isfinite().all())), None)
+    if bad is not None:
+        name = next(name for name, p in model.named_parameters() if p is bad)
+        raise RuntimeError(f"the gradient of {name} is not finite; no weight and no state was changed")
+
+
+def portable(optimizer: Optimizer, *alone: str) -> State:
+    """What a copy takes along: all but hooks, the `step` that a scheduler wraps, and what else is its `alone`."""
+    skipped = ("step", "_zero_grad_profile_name", *alone)
+    return {k: v for k, v in vars(optimizer).items() if k not in skipped and not k.startswith("_optimizer_")}
+
+
+def load_whole(
+    optimizer: Optimizer,
+    torchs: Callable[[State], None],
+    state: State,
+    check: Callable[[State], None],
+    exact: Collection[str] = (),
+) -> None:
+    """Loads a state with torch's `load_state_dict`, and looks at what came out of it; all of it or nothing.
+
+    torch casts what is kept for a parameter to its dtype. For parameters of 16 bits what was wider stays so, and what
+    is kept under the names in `exact` stays what it was.
+    """
+    found: list[State] = []
+    before = vars(optimizer).copy()
+    hook = optimizer.register_load_state_dict_pre_hook(lambda _, given: found.append(given))  # others have unwrapped it
+    try:
+        if not isinstance(state, Mapping):
+            raise ValueError(f"this state is damaged: it is an object of {type(state).__name__}")
+        torchs(dict(state))
+        hook.remove()
+        if {"gspace", "frozen"} & found[0].keys():
+            raise ValueError("gspace 0.1.0 saved this state, and later versions cannot go on from it: load the weights")
+        for group in optimizer.param_groups:
+            for key, value in optimizer.defaults.items():
+                group.setdefault(key, value)
+        mine = (p for group in optimizer.param_groups for p in group["params"])
+        ids = (i for group in found[0]["param_groups"] for i in group["params"])
+        for p, i in zip(mine, ids, strict=True):
+            _keep_width(p, found[0]["state"].get(i, {}), optimizer.state, exact)
+        check(found[0])
+    except Exception as error:
+        hook.remove()
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
+        if isinstance(error, AttributeError | IndexError | KeyError | RuntimeError | TypeError):
+            raise ValueError(f"this state is damaged ({type(error).__name__}: {error})") from error
+        raise
+
+
+def _keep_width(p: Tensor, saved: Mapping[str, Any], state: Any, exact: Collection[str]) -> None:
+    wide = torch.promote_types(p.dtype, torch.float32)
+    for key, value in saved.items():
+        if key in ("momentum_buffer", *exact) and not (isinstance(value, Tensor) and value.shape == p.shape):
+            raise ValueError(f"this state is damaged: {key} of a parameter is no tensor of its shape")
+        if isinstance(value, Tensor) and key != "step":
+            narrowed = value.is_floating_point() and wide != p.dtype != value.dtype
+            if key in exact or narrowed:
+                state[p][key] = value.to(p.device, value.dtype if key in exact else wide, copy=True)

@@ -1,0 +1,303 @@
+"""`batch_norm="exact"`: training sees neither the scales of units nor those of rows that a BatchNorm absorbs."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gspace
+import zoo
+from gspace import exact
+
+Make = Callable[[nn.Module], Any]
+
+
+def norm(c: int, eps: float, kind: Any = nn.BatchNorm2d) -> nn.Module:
+    """Gains of both signs, away from 1, and shifts."""
+    layer = kind(c, eps=eps)
+    with torch.no_grad():
+        layer.weight.uniform_(0.5, 1.5)
+        layer.weight[::3] *= -1
+        layer.bias.normal_(0, 0.3)
+    return layer
+
+
+class Grouped(nn.Module):
+    """Grouped convolutions with biases that the norms swallow."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.a, self.na = nn.Conv2d(1, 6, 3), norm(6, eps)
+        self.d, self.nd = nn.Conv2d(6, 6, 3, padding=1, groups=2), norm(6, eps)
+        self.c, self.nc = nn.Conv2d(6, 9, 3, stride=2, bias=False), norm(9, eps)
+        self.g = nn.Linear(9, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.nd(self.d(F.relu(self.na(self.a(x))))))
+        return self.g(F.relu(self.nc(self.c(x))).mean((2, 3)))
+
+
+class Residual(nn.Module):
+    """A stream that three norms write, the last with a gain of 0 at first."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        conv = lambda n, m: nn.Conv2d(n, m, 3, padding=1, bias=False)  # noqa: E731
+        self.c0, self.n0 = conv(1, 8), norm(8, eps)
+        self.c1, self.n1, self.c2, self.n2 = conv(8, 6), norm(6, eps), conv(6, 8), norm(8, eps)
+        self.c3, self.n3, self.c4, self.n4 = conv(8, 6), norm(6, eps), conv(6, 8), norm(8, eps)
+        self.g = nn.Linear(8, 10)
+        nn.init.zeros_(self.n4.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.n0(self.c0(x)))
+        x = F.relu(x + self.n2(self.c2(F.relu(self.n1(self.c1(x))))))
+        x = F.relu(x + self.n4(self.c4(F.relu(self.n3(self.c3(x))))))
+        return self.g(x.mean((2, 3)))
+
+
+def perceptron(eps: float) -> nn.Sequential:
+    """Norms behind some layers; units that no norm writes, one layer of them read by a row that a norm absorbs."""
+    return nn.Sequential(
+        *(nn.Flatten(), nn.Linear(81, 9), norm(9, eps, nn.BatchNorm1d), nn.ReLU(), nn.Linear(9, 8), nn.ReLU()),
+        *(nn.Linear(8, 7), norm(7, eps, nn.BatchNorm1d), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 10)),
+    )
+
+
+# network, residual, H, absorbed rows
+NETWORKS: dict[str, tuple[Callable[[float], nn.Module], str, int, int]] = {
+    "grouped": (Grouped, "pin", 6 + 6 + 9, 6 + 6 + 9),
+    "residual-tie": (Residual, "tie", 8 + 6 + 6, 8 + 6 + 8 + 6 + 8),
+    "mlp": (perceptron, "pin", 9 + 8 + 7 + 6, 9 + 7),
+}
+networks = pytest.mark.parametrize("network", NETWORKS)
+EXACT = {"batch_norm": "exact"}
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "GSGD": lambda m, **o: gspace.GSGD(m, 0.05, 0.9, weight_decay=1e-3, **EXACT, **o),
+    "GSGD-clipped": lambda m, **o: gspace.GSGD(m, 0.1, max_path_grad_norm=0.3, **EXACT, **o),
+    "SGD": lambda m, **o: gspace.InGSpace(m, torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, **EXACT, **o),
+    "Adam": lambda m, **o: gspace.InGSpace(m, torch.optim.Adam, lr=0.01, **EXACT, **o),
+    "AdamW": lambda m, **o: gspace.InGSpace(m, torch.optim.AdamW, lr=0.01, weight_decay=0.1, **EXACT, **o),
+    "RMSprop": lambda m, **o: gspace.InGSpace(m, torch.optim.RMSprop, lr=0.003, **EXACT, **o),
+}
+
+
+def problem(network: str, eps: float) -> tuple[nn.Module, gspace.Analysis, Tensor, Tensor]:
+    build, residual, H, rows = NETWORKS[network]
+    torch.manual_seed(5)
+    model = build(eps).double()
+    analysis = gspace.analyze(model, residual=residual)  # type: ignore[arg-type]
+    assert (analysis.H, analysis.H_absorbed) == (H, rows)
+    return model, analysis, torch.randn(64, 1, 9, 9).double(), torch.randint(0, 10, (64,))
+
+
+def train(
+    model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, steps: int, between: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Outputs in training and in evaluation mode at the end; `between` happens in the middle."""
+    for k in range(steps):
+        if between is not None and k == steps // 2:
+            between(model)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    trained = model(x).detach()
+    return trained, model.eval()(x).detach()
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / a.norm())
+
+
+def rescaled(model: nn.Module, analysis: gspace.Analysis, rows: bool, seed: int = 2) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    scales = gspace.random_scales(model, generator, analysis=analysis, absorbed=rows)
+    return gspace.rescale_(model, scales, analysis=analysis)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@networks
+def test_units_and_rows_are_not_seen(network: str, name: str) -> None:
+    """100 steps in float64 at ε = 1e-30, all scales e^N(0,1), at the start and in the middle; and units at any ε."""
+    model, analysis, x, y = problem(network, 1e-30)
+    outputs = []
+    for at in ("nowhere", "start", "middle"):
+        m = copy.deepcopy(model)
+        if at == "start":
+            rescaled(m, analysis, rows=True)
+        between = (lambda m: rescaled(m, analysis, rows=True)) if at == "middle" else None
+        outputs.append(train(m, OPTIMIZERS[name](m, analysis=analysis), x, y, 100, between))
+    for trained, evaluated in outputs[1:]:
+        assert gap(outputs[0][0], trained) < 1e-10
+        assert gap(outputs[0][1], evaluated) < 1e-10
+    assert gap(model(x).detach(), outputs[0][0]) > 0.1
+
+
+@networks
+def test_units_are_not_seen_at_the_usual_epsilon(network: str) -> None:
+    """Rows are: ε sets a scale, and no algorithm can help that."""
+    model, analysis, x, y = problem(network, 1e-5)
+    outputs = []
+    for rows in (None, False, True):
+        m = copy.deepcopy(model)
+        if rows is not None:
+            rescaled(m, analysis, rows=rows)
+        outputs.append(train(m, OPTIMIZERS["GSGD"](m, analysis=analysis), x, y, 100)[0])
+    assert gap(outputs[0], outputs[1]) < 1e-10
+    assert 1e-4 < gap(outputs[0], outputs[2]) < 1.5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda m, a: torch.optim.SGD(m.parameters(), 0.05), lambda m, a: gspace.GSGD(m, 0.05, analysis=a)],
+    ids=["SGD", "released"],
+)
+def test_others_see_them(make: Any) -> None:
+    """The tests above can fail."""
+    model, analysis, x, y = problem("grouped", 1e-30)
+    other = rescaled(copy.deepcopy(model), analysis, rows=True)
+    a, b = (train(m, make(m, analysis), x, y, 20)[0] for m in (model, other))
+    assert gap(a, b) > 0.05
+
+
+@networks
+def test_one_step_is_that_of_autograd_on_the_coordinates(network: str) -> None:
+    """b and t as leaves, w as their function: the same step (float64, rtol 1e-10), and ∂ℓ/∂t has no radial part."""
+    lr = 0.03
+    model, analysis, x, y = problem(network, 1e-5)
+    optimizer = gspace.GSGD(model, lr, analysis=analysis, **EXACT)
+    optimizer.rechoose()
+    G = optimizer.incoming.abs()
+    masks, shared = exact.absorbed_rows(analysis, {name: p.dim() for name, p in model.named_parameters()})
+    assert shared == 0
+    edges = {e.name: e for e in optimizer.skeleton.edges}
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    leaves, back, sizes = {}, {}, {}
+    for name, w in weights.items():
+        e = edges[name]
+        view = e.view(w)
+        ones = [1] * (view.dim() - 3)
+        factor = G[e.tail].reshape(len(e.tail), 1, -1, *ones) / G[e.head].reshape(*e.head.shape, 1, *ones)
+        rows = masks.get(name, torch.zeros_like(e.head, dtype=torch.bool)).reshape(*e.head.shape, 1, *ones)
+        size = torch.where(rows & (w.dim() > 1), (view * factor).flatten(2).norm(dim=2).reshape(rows.shape), 1)
+        leaves[name] = (view * factor / size).requires_grad_()
+        back[name], sizes[name] = size / factor, rows
+
+    def weight(name: str, value: Tensor) -> Tensor:
+        rows, e = sizes[name], edges[name]
+        if weights[name].dim() > 1:
+            unit = value / value.flatten(2).norm(dim=2).reshape(rows.shape)
+            value = torch.where(rows, unit, value)
+        result = value * back[name]
+        result = result.transpose(1, 2) if e.swap else result
+        return result.reshape(weights[name].shape)
+
+    named = {name: weight(name, leaf) for name, leaf in leaves.items()}
+    F.cross_entropy(torch.func.functional_call(copy.deepcopy(model), named, (x,)), y).backward()
+    fixed = {name: torch.zeros(w.numel(), dtype=torch.bool) for name, w in weights.items()}
+    skeleton = optimizer.skeleton
+    for u in range(1, skeleton.H + 1):
+        fixed[skeleton.edges[int(skeleton.in_edge[u])].name][int(skeleton.in_index[u])] = True
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    for name, p in model.named_parameters():
+        expected = weight(name, (leaves[name] - lr * leaves[name].grad)).detach()
+        still = fixed[name].reshape(p.shape)
+        if p.dim() == 1 and name in masks:
+            still = still | masks[name].reshape(p.shape)
+        expected = torch.where(still, weights[name], expected)
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-10, atol=1e-13)
+
+
+@networks
+def test_gains_stand_still_and_rows_keep_their_norm(network: str) -> None:
+    model, analysis, x, y = problem(network, 1e-5)
+    optimizer = OPTIMIZERS["AdamW"](model, analysis=analysis)
+    optimizer.rechoose()
+    before, gauge = copy.deepcopy(model.state_dict()), optimizer.incoming.clone()
+    edges = {e.name: e for e in optimizer.skeleton.edges}
+    masks, _ = exact.absorbed_rows(analysis, {name: p.dim() for name, p in model.named_parameters()})
+    train(model, optimizer, x, y, 20)
+    assert torch.equal(optimizer.incoming, gauge)
+    for name, mask in masks.items():
+        now, then = (edges[name].view(w) for w in (model.get_parameter(name).detach(), before[name]))
+        if model.get_parameter(name).dim() == 1:
+            assert torch.equal(now, then)
+            continue
+        columns = gauge.abs()[edges[name].tail].reshape(len(now), 1, -1, *[1] * (now.dim() - 3))
+        norms = [(w * columns).flatten(2).norm(dim=2)[mask] for w in (now, then)]
+        torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
+        assert gap(then, now) > 1e-3
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_without_learning_rate_nothing_moves(name: str) -> None:
+    model, analysis, x, y = problem("residual-tie", 1e-5)
+    optimizer = OPTIMIZERS[name](model, analysis=analysis)
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, x, y, 3)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_networks_without_norms_are_trained_too() -> None:
+    torch.manual_seed(0)
+    model = zoo.mlp(8, 16, 6, 12, 4).double()
+    x, y = torch.randn(32, 8).double(), torch.randint(0, 4, (32,))
+    outputs, losses = [], []
+    for scaled in (False, True):
+        m = copy.deepcopy(model)
+        if scaled:
+            gspace.rescale_(m, gspace.random_scales(m, torch.Generator().manual_seed(2)))
+        optimizer = gspace.GSGD(m, 0.1, 0.9, **EXACT)
+        losses.append(float(F.cross_entropy(m(x), y).detach()))
+        outputs.append(train(m, optimizer, x, y, 100)[0])
+    assert gap(*outputs) < 1e-9
+    assert float(F.cross_entropy(outputs[0], y)) < 0.5 * losses[0]
+
+
+def test_what_has_no_gain_or_no_sphere_is_counted() -> None:
+    """A gain of 0 alone; and rows of two layers whose sum a norm reads, which share one scale."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(4, 5), nn.Linear(4, 5), nn.BatchNorm1d(5)
+            self.out = nn.Linear(5, 3)
+            nn.init.zeros_(self.norm.weight[:2])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.norm(self.a(x) + self.b(x)).relu())
+
+    model = Sum().double()
+    optimizer = gspace.GSGD(model, 0.1, analysis=gspace.analyze(model, residual="tie"), **EXACT)
+    x, y = torch.randn(8, 4).double(), torch.randint(0, 3, (8,))
+    with pytest.warns(
+        UserWarning, match=r"2 units have no gain .* other than 0; 5 rows before a norm share their scale"
+    ):
+        train(model, optimizer, x, y, 2)
+    assert optimizer.skeleton.H == 3
+
+
+@networks
+def test_a_saved_state_goes_on(network: str) -> None:
+    model, analysis, x, y = problem(network, 1e-5)
+    for name in ("GSGD", "AdamW"):
+        one, two = copy.deepcopy(model), copy.deepcopy(model)
+        first, second = (OPTIMIZERS[name](m, analysis=analysis) for m in (one, two))
+        train(one, first, x, y, 3)
+        one.train()
+        two.load_state_dict(one.state_dict())
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        a, b = (train(m, o, x, y, 5)[1] for m, o in ((one, first), (two, second)))
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("options", [{"allocation": "spread"}, {"reference": "one"}], ids=str)
+def test_what_it_has_no_use_for_is_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match="has coordinates of its own"):
+        gspace.GSGD(zoo.mlp(3, 4, 2), 0.1, **options, **EXACT)
