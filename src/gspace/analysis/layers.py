@@ -68,7 +68,7 @@ def convolution(s: Follow, c: Call) -> Nodes:
             strides=(rows * step if groups > 1 else 0, step, *weight.strides[1:]),
         )
         shape = (groups, 1, weight.sizes[2], *taps) if transposed else (groups, rows, 1, *taps)
-        head = s.weights.edges(weight, tail, shape)
+        head = s.weights.edges(weight, tail, shape, groups=groups)
     else:
         head = s.equations.sum(1, weight.unflatten(0, (groups, -1)), 1, tail)
         head = s.reduce(head, [1 if transposed else 2, *range(3, head.dim())])
