@@ -12,6 +12,7 @@ from huggingface_more import MORE
 from moved import moved
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow  # half a minute
 BY_NAME = {family.name: family for family in (*FAMILIES, *MORE)}
 every_family = pytest.mark.parametrize("name", BY_NAME)
 

@@ -163,7 +163,6 @@ def test_construction_changes_nothing(case: Any) -> None:
     """GSGD never changes the function it is given: not a bit of any parameter, on every network of the zoo."""
     model = case.build()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    example = draw_inputs(case, 0, torch.float32, batch=2)
-    gspace.GSGD(model, 0.1, residual=case.residual, example_input=example)
+    gspace.GSGD(model, 0.1, residual=case.residual, example_input=draw_inputs(case, 0, torch.float32, batch=2))
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]), name

@@ -21,6 +21,7 @@ from cases import CASES, Case, slow_above
 from gspace import fast
 from gspace.fast import native
 from gspace.fast.tables import Tile, as_matrix
+from invariance import draw_inputs
 from turns import turns
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -132,7 +133,8 @@ by_size = pytest.mark.parametrize("case", slow_above(12_000, WITH_UNITS))
 
 
 def check_architecture(case: Case, way: str, name: str, layout: torch.memory_format) -> None:
-    definition, optimizer = pair(build(case, layout=layout), WAYS[way], residual=case.residual, **OPTIONS[name])
+    options = {"residual": case.residual, "example_input": draw_inputs(case, 0, torch.float64, batch=2)}
+    definition, optimizer = pair(build(case, layout=layout), WAYS[way], **options, **OPTIONS[name])
     run(definition, optimizer)
     assert_equal(definition, optimizer)
 

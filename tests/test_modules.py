@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gspace
@@ -140,3 +141,13 @@ def test_positions_beyond_the_example_have_the_scales_of_the_others() -> None:
     assert found.unseen == {}
     for mode, change in moved(model, (torch.tensor([[0, 1, 2], [3, 2, 1]]),), found).items():
         assert change <= 1e-12, mode
+
+
+def test_a_cut_by_the_number_of_rows_is_that_of_the_example() -> None:
+    """Three rows leave three of eight channels in the output; an analysis along two of them would leave two."""
+    model = Net(lambda s, x: F.relu(s.a(x))[..., : len(x)], a=nn.Linear(5, 8)).double()
+    x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found, before = gspace.analyze(model, x), model(x)
+    assert found.H == 5
+    gspace.rescale_(model, gspace.random_scales(model, analysis=found), analysis=found)
+    torch.testing.assert_close(model(x), before, rtol=0, atol=0)

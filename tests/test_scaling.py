@@ -130,9 +130,9 @@ def test_overflow_of_running_statistics_is_refused_before_anything_is_touched() 
 
 
 def norms(model: nn.Module, found: gspace.Analysis) -> tuple[Tensor, Tensor]:
-    """‖incoming‖ and ‖outgoing‖ of the exact units, by looping over the edges; linear forms count by coefficient."""
-    total = max([found.H + found.H_absorbed, *found.forms])
-    into, out = (torch.zeros(1 + total, dtype=torch.float64) for _ in range(2))
+    """‖incoming‖ and ‖outgoing‖ of the exact units, by looping over the edges; forms count with their coefficients."""
+    units = 1 + found.H + found.H_absorbed
+    into, out = (torch.zeros(max([units, *(node + 1 for node in found.forms)]), dtype=torch.float64) for _ in range(2))
     parameters = dict(model.named_parameters())
     for edges in found.edges:
         squares = edges.view(parameters[edges.name].detach()).double().square()
@@ -140,10 +140,10 @@ def norms(model: nn.Module, found: gspace.Analysis) -> tuple[Tensor, Tensor]:
         into.index_add_(0, edges.head.flatten(), squares.sum(2).flatten())
         out.index_add_(0, edges.tail.flatten(), squares.sum(1).flatten())
     for node, form in found.forms.items():
-        for u, c in form:
-            one, other = (into, out) if c > 0 else (out, into)
-            one[u] += abs(float(c)) * into[node]
-            other[u] += abs(float(c)) * out[node]
+        for unit, c in form:
+            grows, shrinks = (into[node], out[node]) if c > 0 else (out[node], into[node])
+            into[unit] += abs(c) * grows
+            out[unit] += abs(c) * shrinks
     return into.sqrt()[1 : found.H + 1], out.sqrt()[1 : found.H + 1]
 
 

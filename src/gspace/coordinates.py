@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges, analyzed
-from gspace.analysis.assemble import plain
+from gspace.analysis.result import plain
 from gspace.arguments import require_one_of
 from gspace.devices import on_cpu
 from gspace.reference import CHOICE, Products, Reference, measure_reference, products, reference_of

@@ -91,7 +91,7 @@ def rescale_(
     Args:
         model: The model, or any with parameters of the same names.
         scales: H factors, or H + H_absorbed to scale the rows before BatchNorm too.
-        analysis: The result of `analyze(model)`, to save tracing again.
+        analysis: The result of `analyze(model)`, to save running it again.
         options: `example_input`, `residual`, `pin` for `analyze`.
 
     Raises:

@@ -26,6 +26,7 @@ Choice = Literal["aligned", "pivoted"]
 Side = Literal["head", "tail"]
 SIDES: tuple[Side, Side] = ("head", "tail")
 NOT_TRAINED = "touch a parameter that is not trained (frozen, or not in params=)"
+COEFFICIENTS = "scale with other coefficients than one (queries and keys, squares, gains written 1 + w)"
 ONLY_ZEROS = "have skeleton weights of 0 (in the first weight that writes them or the last that reads them)"
 
 
@@ -100,7 +101,7 @@ def build_skeleton(
         ONLY_ZEROS: (in_size == 0) | (out_size == 0),
     }
     usable = torch.ones(n, dtype=torch.bool)
-    unused = []
+    unused = [f"{analysis.special} units {COEFFICIENTS}"] if analysis.special else []
     for reason, found in reasons.items():
         lost = int((found & usable)[1:].sum())
         usable &= ~found

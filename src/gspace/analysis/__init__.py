@@ -41,7 +41,8 @@ def analyze(
     Args:
         model: Any module; wrappers (`DataParallel`, `torch.compile`) are looked through.
         example_input: A batch the model accepts (tensor, tuple of arguments or dict of them), or a list of several.
-            Without one, what the model offers is tried (`dummy_inputs`), then guesses from its first layer.
+            Two rows are enough. Without one, what the model offers is tried (`dummy_inputs`), then guesses from its
+            first layers.
         residual: "tie" gives what is added one scale, every exact symmetry; "pin" grounds both, the paper's choice.
         pin: Names of modules whose output units are pinned, or of parameters that must stay as they are.
         modes: In which the model is run.

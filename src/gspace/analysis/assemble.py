@@ -12,7 +12,7 @@ from gspace.analysis.equations import ANY, Equations
 from gspace.analysis.follow import Follow, Pinned
 from gspace.analysis.layout import Layout, layout
 from gspace.analysis.memory import key_of
-from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup
+from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, plain
 
 
 class Part(NamedTuple):
@@ -188,19 +188,6 @@ def _edges(parts: Sequence[Part], units: Units, equations: Equations) -> tuple[E
         )
         for part in parts
     )
-
-
-def plain(edges: Sequence[Edges], forms: Mapping[int, Form]) -> tuple[Edges, ...]:
-    """The same edges where every unit has coefficient one; units that do not, or that shift, are ground."""
-    shifted = {u for e in edges if e.shift for u in e.head.unique().tolist()}
-    ground = {u for form in forms.values() for u, c in form if c != 1} | shifted
-    number = torch.arange(1 + max([0, *forms, *(int(t.max()) for e in edges for t in (e.head, e.tail) if t.numel())]))
-    for node, form in forms.items():
-        left = [u for u, c in form if u not in ground]
-        ground.update(left[1:])
-        number[node] = left[0] if left else 0
-    number[torch.isin(number, torch.tensor(sorted(ground), dtype=torch.long))] = 0
-    return tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges)
 
 
 def _compact(edges: Sequence[Edges]) -> tuple[tuple[Edges, ...], int]:

@@ -53,7 +53,7 @@ def layout(parameter: Tensor, begin: int, uses: Sequence[Use], equations: Equati
     joined = whole or _joined(boxes, shape)
     if joined is not None:
         head, tail = joined.head, joined.tail
-        for groups, swap in _candidates(shape, head, tail):
+        for groups, swap in [(uses[0].groups, False), (uses[0].groups, True), *_candidates(shape, head, tail)]:
             found = _fitted(shape, head, tail, groups, swap)
             if found is not None:
                 return Layout(*found, swap, uses[0].shift, 0)

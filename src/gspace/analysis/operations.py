@@ -5,8 +5,8 @@ where torch knows how. Else it pins what it reads: never wrong, only unused; and
 operation that is known has none, the third entry is the reason.
 """
 
+from gspace.analysis import layers, record, rules
 from gspace.analysis import pathrules as paths
-from gspace.analysis import record, rules
 from gspace.analysis.follow import Rule
 from gspace.analysis.pathrules import NOT_HOMOGENEOUS, PRODUCT, UNKNOWN
 from gspace.analysis.record import READ
@@ -67,33 +67,33 @@ TABLE: tuple[tuple[str, Rule, record.Rule | str], ...] = (
     ),
     ("col2im fractional_max_pool2d", rules.pooled, UNKNOWN),
     # layers
-    ("mm bmm addmm baddbmm mv addmv dot vdot", rules.matrix_product, paths.matrix_product),
-    ("linear mkldnn_linear", rules.linear, paths.linear),
-    ("_addmm_activation", rules.linear, UNKNOWN),
+    ("mm bmm addmm baddbmm mv addmv dot vdot", layers.matrix_product, paths.matrix_product),
+    ("linear mkldnn_linear", layers.linear, paths.linear),
+    ("_addmm_activation", layers.linear, UNKNOWN),
     (
         "convolution _convolution cudnn_convolution mkldnn_convolution convolution_overrideable",
-        rules.convolution,
+        layers.convolution,
         paths.convolution,
     ),
-    ("_grouped_mm", rules.grouped_product, UNKNOWN),
-    ("_trilinear", rules.trilinear, UNKNOWN),
+    ("_grouped_mm", layers.grouped_product, UNKNOWN),
+    ("_trilinear", layers.trilinear, UNKNOWN),
     (
         "scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
         "_scaled_dot_product_fused_attention_overrideable",
-        rules.attention,
+        layers.attention,
         NOT_HOMOGENEOUS,
     ),
     # norms
-    ("native_layer_norm _fused_rms_norm rms_norm", rules.layer_norm, NOT_HOMOGENEOUS),
-    ("native_group_norm", rules.group_norm, NOT_HOMOGENEOUS),
+    ("native_layer_norm _fused_rms_norm rms_norm", layers.layer_norm, NOT_HOMOGENEOUS),
+    ("native_group_norm", layers.group_norm, NOT_HOMOGENEOUS),
     (
         "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm "
         "_batch_norm_with_update _batch_norm_no_update miopen_batch_norm",
-        rules.batch_norm,
+        layers.batch_norm,
         paths.batch_norm,
     ),
-    ("_weight_norm_interface", rules.weight_norm, NOT_HOMOGENEOUS),
+    ("_weight_norm_interface", layers.weight_norm, NOT_HOMOGENEOUS),
     # what no positive scale changes
     ("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill", rules.created, paths.filled),
     (

@@ -5,7 +5,7 @@ Shapes: `head` is `(group, out)`, `tail` is `(group, in)`, a parameter is viewed
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -145,6 +145,14 @@ class Analysis:
         return log
 
     @property
+    def special(self) -> int:
+        """Exact units that skeletons leave out: they have a coefficient other than one somewhere, or scale 1 + w."""
+        if not self.forms and not any(e.shift for e in self.edges):
+            return 0
+        left = torch.cat([t.reshape(-1) for e in plain(self.edges, self.forms) for t in (e.head, e.tail)]).unique()
+        return self.H - int(((left > 0) & (left <= self.H)).sum())
+
+    @property
     def invariant_ratio(self) -> float:
         """H/m, the share of directions in weight space that do not change the network."""
         return self.H / self.m if self.m else 0.0
@@ -211,6 +219,19 @@ def _starred(names: Sequence[str]) -> tuple[str, ...]:
 
 def _times(count: int, times: int) -> str:
     return str(count) if times == 1 else f"{count} × {times}"
+
+
+def plain(edges: Sequence[Edges], forms: Mapping[int, Form]) -> tuple[Edges, ...]:
+    """The same edges where every unit has coefficient one; units that do not, or that shift, are ground."""
+    shifted = {u for e in edges if e.shift for u in e.head.unique().tolist()}
+    ground = {u for form in forms.values() for u, c in form if c != 1} | shifted
+    number = torch.arange(1 + max([0, *forms, *(int(t.max()) for e in edges for t in (e.head, e.tail) if t.numel())]))
+    for node, form in forms.items():
+        left = [u for u, c in form if u not in ground]
+        ground.update(left[1:])
+        number[node] = left[0] if left else 0
+    number[torch.isin(number, torch.tensor(sorted(ground), dtype=torch.long))] = 0
+    return tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges)
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], limit: int = 60) -> list[str]:

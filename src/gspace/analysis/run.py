@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.assemble import unread
-from gspace.analysis.examples import batches, few_rows, first_line, guesses, redrawn, refusal
+from gspace.analysis.examples import batches, first_line, guesses, redrawn, refusal
 from gspace.analysis.follow import Calls, Follow, Pinned, written
 from gspace.analysis.forward import Inputs, TraceError, arguments, attributes, kept, set_mode, tensors_in
 from gspace.analysis.memory import key_of
@@ -42,7 +42,7 @@ class Task(NamedTuple):
 
 
 def followed(task: Task, example_input: Any) -> Follow:
-    """Runs the model on every batch; those that were guessed until one fits, shortened ones where they suffice."""
+    """Runs the model on every batch, whole: what it does may depend on the number of rows. Guesses until one fits."""
     if example_input is None:
         tried: list[tuple[Inputs, Exception]] = []
         for guess in guesses(task.model):
@@ -51,15 +51,7 @@ def followed(task: Task, example_input: Any) -> Follow:
             except TraceError as error:
                 tried.append((guess, error))
         raise refusal(tried)
-    given = batches(example_input)
-    short = [few_rows(one) for one in given]
-    if all(one is not None for one in short):
-        try:
-            follow = _run(task, [one for one in short if one is not None])
-        except TraceError:
-            return _run(task, given)
-        return follow if not unread(follow, task.model) else _run(task, given)
-    return _run(task, given)
+    return _run(task, batches(example_input))
 
 
 def _run(task: Task, examples: Sequence[Inputs]) -> Follow:

@@ -28,6 +28,7 @@ class Use:
     shift: float
     normalizes: bool = False  # γ or β of a BatchNorm
     pinned: bool = False  # read in a way that lets no scale change it: no edge
+    groups: int = 1  # of a convolution
 
 
 @dataclass
@@ -69,7 +70,13 @@ class Weights:
         return self.edges(raw, torch.zeros((), dtype=torch.long), place.sizes).expand(raw.sizes)
 
     def edges(
-        self, raw: Raw, tail: Tensor, shape: Sequence[int], shift: float = 0.0, normalizes: bool = False
+        self,
+        raw: Raw,
+        tail: Tensor,
+        shape: Sequence[int],
+        shift: float = 0.0,
+        normalizes: bool = False,
+        groups: int = 1,
     ) -> Tensor:
         """Nodes of the given shape that `raw` writes from `tail`: those of an earlier use that was the same, or new."""
         place, literal = _without_repeats(raw), tail == ANY
@@ -81,7 +88,7 @@ class Weights:
             if (use.place, use.shift, use.head.shape) == (place, shift, tuple(shape)) and self._same(use.tail, tail):
                 return use.head
         head = self.equations.fresh(*shape)
-        self.use(Use(place, head, tail, shift, normalizes))
+        self.use(Use(place, head, tail, shift, normalizes, groups=groups))
         return head
 
     def ground(self, raw: Raw) -> int:

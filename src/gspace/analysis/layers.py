@@ -1,0 +1,177 @@
+"""What layers and norms do to scales: operations that contract with weights, or divide a scale out.
+
+The rules are as in `rules.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from gspace.analysis.follow import Call, Follow, Nodes, Norm, Pinned
+from gspace.analysis.memory import Raw, key_of
+from gspace.analysis.rules import ZERO
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+def matrix_product(s: Follow, c: Call) -> Nodes:
+    """mm, bmm, mv, dot, and with something added: addmm, baddbmm, addmv."""
+    bias = c["self"] if c.name in ("addmm", "baddbmm", "addmv") and c.get("beta") != 0 else None
+    first, second = {
+        "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec"), "mv": ("self", "vec"),
+        "dot": ("self", "tensor"), "vdot": ("self", "other"),
+    }.get(c.name, ("self", "mat2"))  # fmt: skip
+    x, y = c[first], c[second]
+    a, b = s.content(x), s.content(y)
+    a, b = _as_batch(a, x.dim(), 1), _as_batch(b, y.dim(), 2)
+    result = s.contract(a, b)
+    rank = max(x.dim(), y.dim()) if x.dim() == y.dim() == 3 else x.dim() + y.dim() - 2
+    result = result if rank == 3 else result[0] if rank == 2 else result[0, :, 0] if rank == 1 else result[0, 0, 0]
+    return result if bias is None else _biased(s, result, bias)
+
+
+def _as_batch(content: Tensor | Raw, rank: int, new: int) -> Tensor | Raw:
+    """As (n, rows, columns): a matrix in front, a vector as a row (`new` 1) or a column (2)."""
+    if isinstance(content, Tensor):
+        content = content.unsqueeze(new - 1) if rank == 1 else content
+        return content if rank == 3 else content[None]
+    sizes, strides = list(content.sizes), list(content.strides)
+    for at in ([new - 1] if rank == 1 else []) + ([0] if rank < 3 else []):
+        sizes.insert(at, 1)
+        strides.insert(at, 0)
+    return content._replace(sizes=tuple(sizes), strides=tuple(strides))
+
+
+def _biased(s: Follow, nodes: Tensor, bias: Tensor) -> Tensor:
+    return s.tied(nodes, s.ids(bias).expand(nodes.shape))
+
+
+def linear(s: Follow, c: Call) -> Nodes:
+    x, w = s.content(c.get("input", "self")), s.content(c["weight"])
+    w = w._replace(sizes=w.sizes[::-1], strides=w.strides[::-1]) if isinstance(w, Raw) else w.t()
+    nodes = s.weights.nodes(x) if isinstance(x, Raw) else x
+    rows = s.reduce(nodes, range(nodes.dim() - 1)).reshape(1, 1, -1)
+    result = s.contract(rows, _as_batch(w, 2, 2))[0, 0]
+    return result if c.get("bias") is None else _biased(s, result, c["bias"])
+
+
+def convolution(s: Follow, c: Call) -> Nodes:
+    """View the weight as (group, out, in, taps), transposed (group, in, out, taps)."""
+    x, groups, transposed = c["input"], c["groups"], c["transposed"]
+    tail = s.reduce(s.ids(x), [0, *range(2, x.dim())]).reshape(groups, -1)
+    weight = s.content(c["weight"])
+    taps = [1] * (x.dim() - 2)
+    tail = tail.reshape(groups, -1, 1, *taps) if transposed else tail.reshape(groups, 1, -1, *taps)
+    if isinstance(weight, Raw):
+        rows, step = weight.sizes[0] // groups, weight.strides[0]
+        weight = weight._replace(
+            sizes=(groups, rows, *weight.sizes[1:]),
+            strides=(rows * step if groups > 1 else 0, step, *weight.strides[1:]),
+        )
+        shape = (groups, 1, weight.sizes[2], *taps) if transposed else (groups, rows, 1, *taps)
+        head = s.weights.edges(weight, tail, shape, groups=groups)
+    else:
+        head = s.equations.sum(1, weight.unflatten(0, (groups, -1)), 1, tail)
+        head = s.reduce(head, [1 if transposed else 2, *range(3, head.dim())])
+    head = head.reshape(1, -1, *taps)
+    return head if c["bias"] is None else s.tied(head, s.ids(c["bias"]).reshape(head.shape))
+
+
+def trilinear(s: Follow, c: Call) -> Nodes:
+    """Products of three, summed."""
+    nodes = []
+    for k in "123":
+        t = s.ids(c[f"i{k}"])
+        for d in c[f"expand{k}"]:
+            t = t.unsqueeze(d)
+        nodes.append(t)
+    total = s.equations.sum(1, s.equations.sum(1, nodes[0], 1, nodes[1]), 1, nodes[2])
+    return s.reduce(total, c["sumdim"], keep=False)
+
+
+def grouped_product(s: Follow, c: Call) -> Nodes:
+    """Rows of x, sorted by expert, times each expert's matrix; where one gets no row, all read the same units."""
+    x, ends = s.ids(c["self"]), c["offs"].tolist()
+    parts = [x[i:j] for i, j in zip([0, *ends], ends, strict=False)]
+    if not all(len(p) for p in parts):
+        parts = [x] * len(parts)
+    rows = torch.stack([s.reduce(p, 0) for p in parts])
+    result = s.contract(rows, s.content(c["mat2"]))[:, 0]
+    which = torch.searchsorted(torch.tensor(ends), torch.arange(len(x)), right=True)
+    return result[which.clamp(max=len(ends) - 1)]
+
+
+def attention(s: Follow, c: Call) -> list[Nodes]:
+    """Q and K cancel in every product; the result has the scale of V. Grouped heads share K and V."""
+    q, k, v = (s.ids(c[name]) for name in ("query", "key", "value"))
+    if k.dim() > 2 and k.shape[-3] != q.shape[-3]:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    mask = c.get("attn_mask", "attn_bias")
+    if isinstance(mask, Tensor):
+        s.pin(s.ids(mask), "inside of a softmax")
+    count = s.equations.cancel(s.reduce(q, -2), s.reduce(k, -2))
+    if count:
+        s.pins.append(Pinned(s.operation, s.where(), count, "queries and keys meet in a softmax: one scale for both"))
+    return [s.reduce(v, -2)] + [None] * 8
+
+
+# Norms ----------------------------------------------------------------------------------------------------------------
+
+
+def _affine(s: Follow, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Gain and bias write what comes out of a norm."""
+    result = ZERO if weight is None else s.ids(weight)
+    return result if bias is None else _biased(s, result.expand(bias.shape), bias)
+
+
+def layer_norm(s: Follow, c: Call) -> list[Nodes]:
+    shape = c.get("normalized_shape")
+    s.absorb(s.reduce(s.ids(c["input"]), range(-len(shape), 0)))
+    return [_affine(s, c["weight"], c.get("bias")), None, None]
+
+
+def group_norm(s: Follow, c: Call) -> list[Nodes]:
+    x = c["input"]
+    s.absorb(s.reduce(s.ids(x).reshape(len(x), c["group"], -1), 2))
+    return [_channels(_affine(s, c["weight"], c["bias"]), x.dim()), None, None]
+
+
+def batch_norm(s: Follow, c: Call) -> list[Nodes]:
+    """Divides the scale of each channel out; γ and β write the units behind it, statistics follow those before it."""
+    x = c["input"]
+    absorbed = s.reduce(s.ids(x), [0, *range(2, x.dim())]).reshape(-1)
+    statistics = [(c.get(name), power) for name, power in (("running_mean", 1), ("running_var", 2))]
+    statistics = [(t, power) for t, power in statistics if isinstance(t, Tensor)]
+    gain = s.raw(c["weight"])
+    if gain is None and (c["weight"] is not None or not statistics):  # an InstanceNorm, or a computed gain
+        s.absorb(absorbed)
+        return [_channels(_affine(s, c["weight"], c["bias"]), x.dim()), None, None, None, None]
+    key = tuple(absorbed.tolist())
+    if gain is not None:
+        written = s.weights.edges(gain, ZERO, gain.sizes, normalizes=True)
+        key += tuple(written.tolist())
+    else:
+        written = s.norms[key].written if key in s.norms else s.equations.fresh(len(absorbed))
+    shift = s.raw(c["bias"])
+    if shift is not None:
+        s.equations.tie(s.weights.edges(shift, ZERO, shift.sizes, normalizes=True), written)
+    elif c["bias"] is not None:
+        _biased(s, written, c["bias"])
+    s.norms[key] = Norm(absorbed, written, gain is not None)
+    for t, power in statistics:
+        nodes = absorbed if power == 1 else s.equations.sum(power, absorbed, 1, ZERO)
+        if key_of(t) in s.statistics:
+            s.equations.tie(s.statistics[key_of(t)][0], absorbed)
+        s.statistics.setdefault(key_of(t), (absorbed, power))
+        s.memory.write(t, nodes)
+    return [_channels(written, x.dim()), None, None, None, None]
+
+
+def _channels(nodes: Tensor, rank: int) -> Tensor:
+    return nodes.reshape(1, -1, *[1] * (rank - 2)) if nodes.dim() else nodes
+
+
+def weight_norm(s: Follow, c: Call) -> list[Nodes]:
+    v, g = s.ids(c["v"]), s.ids(c["g"])
+    norm = s.reduce(v, [d for d in range(v.dim()) if d != c["dim"] % v.dim()])
+    v = s.equations.find(v)
+    return [s.equations.sum(1, s.equations.sum(1, v, -1, norm), 1, g), norm]
