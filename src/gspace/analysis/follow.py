@@ -112,6 +112,10 @@ class Follow(TorchDispatchMode):
     def depends_on_data(self, t: Any) -> bool:
         return isinstance(t, Tensor) and key_of(t) in self._data
 
+    def unknown(self, t: Any) -> bool:
+        """Whether another batch may have other values here, or there are none (meta device)."""
+        return self.depends_on_data(t) or (isinstance(t, Tensor) and t.is_meta)
+
     def given(self, inputs: Sequence[Tensor]) -> None:
         """The inputs of the model: ground, and data."""
         self._data.update((key_of(t), StorageWeakRef(t.untyped_storage())) for t in inputs if key_of(t))

@@ -83,9 +83,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
         later.enter_context(torch.inference_mode(False))
         later.enter_context(torch.no_grad())
         for m in model.modules():  # what was made in inference mode cannot be written outside of it
-            for name, b in list(m._buffers.items()):
-                if b is not None and b.is_inference():
-                    m._buffers[name] = b.clone()
+            for name, buffer in list(m._buffers.items()):
+                if buffer is not None and buffer.is_inference():
+                    m._buffers[name] = buffer.clone()
         yield
 
 

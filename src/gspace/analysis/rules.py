@@ -68,14 +68,27 @@ def copied(s: Follow, c: Call) -> Nodes:
 # Movement -------------------------------------------------------------------------------------------------------------
 
 
-def moved(s: Follow, c: Call) -> list[Nodes]:
-    """Moves elements about: so it does with their nodes."""
+def moved(s: Follow, c: Call) -> Nodes | list[Nodes]:
+    """Moves elements about: so it does with their nodes. Where data decide how, all of them have one scale."""
+    tensors = [t for t in tree_leaves(c.args) if isinstance(t, Tensor)]
+    if any(s.unknown(t) for t in tensors if not t.is_floating_point()):
+        ones = [s.reduce(s.ids(t)).reshape(()) for t in tensors if t.is_floating_point()]
+        for one in ones:
+            s.equations.tie(ones[0], one)
+        return ones[0]
 
     def nodes(t: Any) -> Any:
-        return s.ids(t).contiguous() if isinstance(t, Tensor) and t.is_floating_point() else t
+        return s.ids(t).contiguous() if isinstance(t, Tensor) and t.is_floating_point() else _here(t)
 
     changed = {name: tree_map(nodes, value) for name, value in c.args.items() if name not in ("dtype", "layout")}
     return tree_leaves(c.function(**{k: v for k, v in changed.items() if k != "out"}))
+
+
+def _here(value: Any) -> Any:
+    """Indices beside the nodes, on the CPU; those without values choose the first."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.cpu()
 
 
 def resampled(s: Follow, c: Call) -> Nodes:
@@ -136,12 +149,13 @@ def chosen(s: Follow, c: Call) -> Nodes:
         nodes = s.weights.edges(raw, ZERO, [1 if d in dims else n for d, n in enumerate(raw.sizes)]).expand(raw.sizes)
     else:
         nodes = s.ids(source)
-        if any(s.depends_on_data(w) for w in where):
+        if any(s.unknown(w) for w in where):
             nodes = s.reduce(nodes, dims).expand(nodes.shape)
     if all(constant(nodes, d) for d in dims) and c.name in ("index_select", "embedding"):
         return nodes.narrow(dims[0], 0, 1) if c.name == "index_select" else nodes[0]
+    index = "indices" if "indices" in c.args else "index"
     name = "self" if "self" in c.args else "weight"
-    return c.run(**{name: nodes.contiguous()})
+    return c.run(**{name: nodes.contiguous(), index: tree_map(_here, c[index])})
 
 
 def collected(s: Follow, c: Call) -> Nodes:
@@ -149,8 +163,8 @@ def collected(s: Follow, c: Call) -> Nodes:
     x = s.ids(c["self"])
     if c.name == "index_put":
         rows = s.ids(c["values"])
-        if not c["accumulate"] and not any(s.depends_on_data(i) for i in c["indices"]):
-            return torch.ops.aten.index_put(x.contiguous(), c["indices"], rows)
+        if not c["accumulate"] and not any(s.unknown(i) for i in c["indices"]):
+            return torch.ops.aten.index_put(x.contiguous(), tree_map(_here, c["indices"]), rows)
         one, other = s.reduce(x), s.reduce(rows)
     elif c.name == "masked_scatter":
         one, other = s.reduce(x), s.reduce(s.ids(c["source"]))
