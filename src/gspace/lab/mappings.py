@@ -1,4 +1,4 @@
-"""`gspace mappings SPEC`: the scales that a quantizer may move between layers, or what is wrong with a table of them."""
+"""`gspace mappings SPEC`: the scales that a quantizer may move between layers, or what is wrong with a table."""
 
 import argparse
 import contextlib

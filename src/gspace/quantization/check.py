@@ -5,6 +5,7 @@ balance layers, whose input channels are multiplied by it. Names are those of mo
 `re:` as llm-compressor writes them; a balance layer belongs to the smooth layer it shares the longest path with.
 """
 
+import contextlib
 import difflib
 import re
 from collections.abc import Iterable, Sequence
@@ -88,6 +89,8 @@ def check_mappings(
 
 def _pair(entry: Any) -> tuple[str, list[str]]:
     """A table's entry in one order."""
+    smooth: Any
+    balance: Any
     if isinstance(entry, Mapping):
         return entry.smooth_layer, list(entry.balance_layers)
     if isinstance(entry, Table):
@@ -96,11 +99,10 @@ def _pair(entry: Any) -> tuple[str, list[str]]:
         smooth, balance = entry if isinstance(entry[0], str) else reversed(entry)
     else:
         smooth, balance = None, None
-    balance = [balance] if isinstance(balance, str) else balance
-    listed = isinstance(balance, Sequence) and bool(balance) and all(isinstance(b, str) for b in balance)
-    if not isinstance(smooth, str) or not listed:
+    listed = [balance] if isinstance(balance, str) else list(balance) if isinstance(balance, Sequence) else []
+    if not isinstance(smooth, str) or not listed or not all(isinstance(name, str) for name in listed):
         raise ValueError(f"an entry of the table is (smooth_layer, [balance_layers]), got {entry!r}")
-    return smooth, list(balance)
+    return smooth, listed
 
 
 def _layers(model: nn.Module, found: Analysis) -> list[str]:
@@ -179,7 +181,9 @@ def _why(entry: Entry, found: Analysis) -> str:
     heads = torch.cat([e.head.reshape(-1) for e in written]).unique()
     shared = [e.name for e in found.edges if e not in written and bool(torch.isin(e.head, heads[heads > 0]).any())]
     if bool((heads > 0).all()) and shared:
-        return f": its channels are added to those of {starred([shared[-1].rpartition('.')[0]])[0]!r}, one scale for all"
+        return (
+            f": its channels are added to those of {starred([shared[-1].rpartition('.')[0]])[0]!r}, one scale for all"
+        )
     parent = entry.smooth.rpartition(".")[0]
     near = [p for p in found.pinned if parent and p.where.startswith(parent) and "output" not in p.operation]
     return f": {near[0].operation} at {near[0].where!r}, {near[0].reason}" if near else ": its output has no free scale"
@@ -222,12 +226,10 @@ class _Trial:
         if example_input is not None:
             return tree_map_only(Tensor, double, batches(example_input)[0])
         for guess in guesses(self.model):
-            try:
-                self.inputs = guess
+            self.inputs = guess
+            with contextlib.suppress(Exception):  # the forward pass is the user's and may raise anything
                 self._outputs()
-            except Exception:  # the forward pass is the user's and may raise anything
-                continue
-            return guess
+                return guess
         raise TraceError("no input of the model could be guessed: pass example_input=, a batch the model accepts")
 
     def _outputs(self) -> list[Tensor]:

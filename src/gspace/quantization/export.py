@@ -45,8 +45,9 @@ def _fits(model: nn.Module, m: Mapping, fused: bool) -> bool:
     modules = dict(model.named_modules())
     if m.kind == "query-key" or len(m.writers) > 1 or not {m.smooth_layer, *m.balance_layers} <= modules.keys():
         return False
-    reads = all(isinstance(modules[name], nn.Linear) for name in m.balance_layers)
-    return reads and all(_whole(s, 1, m.size) for s in m.sinks) and all(_written(model, s, m.size, fused) for s in m.sources)
+    linear = all(isinstance(modules[name], nn.Linear) for name in m.balance_layers)
+    read = all(_whole(s, 1, m.size) for s in m.sinks)
+    return linear and read and all(_written(model, s, m.size, fused) for s in m.sources)
 
 
 def _whole(side: Side, dim: int, size: int) -> bool:
@@ -56,8 +57,8 @@ def _whole(side: Side, dim: int, size: int) -> bool:
 
 
 def _written(model: nn.Module, side: Side, size: int, fused: bool) -> bool:
-    p = model.get_parameter(side.parameter)
-    rows = side.slice[0]
-    last = p.dim() > 1 and all(s == slice(None) for s in side.slice[1:]) and rows == slice(p.shape[0] - size, p.shape[0])
-    cut = fused and last and side.dim == 0 and side.exponent == 1 and side.channels == range(size)
-    return _whole(side, 0, size) or cut
+    if _whole(side, 0, size):
+        return True
+    shape = model.get_parameter(side.parameter).shape
+    last = (slice(shape[0] - size, shape[0]), *[slice(None)] * (len(shape) - 1))
+    return fused and len(shape) > 1 and side[1:4] == (0, last, 1) and side.channels == range(size)

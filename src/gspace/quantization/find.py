@@ -114,9 +114,7 @@ def layer(parameter: str, names: set[str]) -> str:
     return whole if whole in names else parameter
 
 
-def _hook(
-    model: nn.Module, kind: str, writers: Sequence[str], sinks: Sequence[Side], names: set[str]
-) -> Hook | None:
+def _hook(model: nn.Module, kind: str, writers: Sequence[str], sinks: Sequence[Side], names: set[str]) -> Hook | None:
     modules = dict(model.named_modules(remove_duplicate=False))
     if kind == "norm" and len(writers) == 1 and writers[0] in modules:
         return Hook(writers[0], "output")
@@ -143,9 +141,7 @@ def channel_dim(module: nn.Module) -> int:
 # Boxes ----------------------------------------------------------------------------------------------------------------
 
 
-def _boxes(
-    e: Edges, shape: tuple[int, ...], found: Analysis, member: Tensor, place: Tensor
-) -> Iterator[Box]:
+def _boxes(e: Edges, shape: tuple[int, ...], found: Analysis, member: Tensor, place: Tensor) -> Iterator[Box]:
     total = found.H + found.H_absorbed
     single = e.head.numel() == torch.Size(shape).numel() and len(shape) > 1
     for ids, sign in zip(_ids(e, shape), (1, -1), strict=True):

@@ -129,8 +129,8 @@ def _chosen(
         if not isinstance(m, Mapping):
             raise TypeError(f"mappings is a list of what gspace.mappings returns, got {type(m).__name__}")
         mine = known.get((m.smooth_layer, m.balance_layers, m.kind))
-        if mine != m:
-            raise ValueError(f"the mapping of {m.smooth_layer!r} is of another model, or was found with another example")
+        if mine is None or mine != m:
+            raise ValueError(f"the mapping of {m.smooth_layer!r} is not one of this model with this example")
         chosen.append(mine)
     return found, chosen
 
