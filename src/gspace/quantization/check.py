@@ -209,12 +209,22 @@ def _folded(problems: Sequence[Problem]) -> list[str]:
 # The trial ------------------------------------------------------------------------------------------------------------
 
 
+class _Part(NamedTuple):
+    """What an entry multiplies: p[slice] + offset along `dim`."""
+
+    parameter: str
+    dim: int
+    slice: tuple[slice, ...]
+    offset: float
+    factor: Tensor
+
+
 class _Trial:
     """A float64 copy of the model, its output, and what an entry does to it."""
 
     def __init__(self, model: nn.Module, found: Analysis, example_input: Any, seed: int) -> None:
         self.model = deepcopy(model).double()
-        self.edges = {e.name: e for e in found.edges}
+        self.edges = found.edges
         self.generator = torch.Generator("cpu").manual_seed(seed)
         self.inputs = self._inputs(example_input)
         self.before = self._outputs()
@@ -245,46 +255,40 @@ class _Trial:
         if parts is None:
             return None
         parameters = dict(self.model.named_parameters())
-        kept = {name: parameters[name].detach().clone() for name, *_ in parts}
+        kept = {part.parameter: parameters[part.parameter].detach().clone() for part in parts}
         with torch.no_grad():
-            for name, d, at, offset, factor in parts:
-                p = parameters[name].narrow(d, at, len(factor))
-                shape = [-1 if k == d else 1 for k in range(p.dim())]
-                p.copy_((p + offset) * factor.to(p.device).reshape(shape) - offset)
+            for part in parts:
+                p = parameters[part.parameter][part.slice]
+                factor = part.factor.to(p.device).reshape([-1 if k == part.dim else 1 for k in range(p.dim())])
+                p.copy_((p + part.offset) * factor - part.offset)
             after = self._outputs()
             for name, value in kept.items():
                 parameters[name].copy_(value)
         return max(_relative(b, a) for b, a in zip(self.before, after, strict=True))
 
-    def _parts(self, entry: Entry, mapping: Mapping | None) -> list[tuple[str, int, int, float, Tensor]] | None:
-        """Parameter, dimension, first position, offset and factors, for all that the entry scales."""
+    def _parts(self, entry: Entry, mapping: Mapping | None) -> list[_Part] | None:
+        """What the entry scales: where the analysis knows it as it says, else as a quantizer would."""
         names = {name for name, _ in self.model.named_parameters()}
-        readers = [e for e in self.edges.values() if layer(e.name, names) in entry.balance and self._rank(e) > 1]
-        sizes = [mapping.size] if mapping else [_inputs_of(e, self._shape(e)) for e in readers]
-        if not sizes:
-            return None
-        scale = torch.randn(sizes[0], generator=self.generator, dtype=torch.float64).exp()
-        parts: list[tuple[str, int, int, float, Tensor]] = []
+        edges = [(e, layer(e.name, names)) for e in self.edges]
+        readers = [self._shape(e)[0 if e.swap else 1] for e, of in edges if of in entry.balance and self._rank(e) > 1]
+        size = mapping.size if mapping else next(iter(readers), 0)
+        scale = torch.randn(size, generator=self.generator, dtype=torch.float64).exp()
         both = (mapping.sinks, mapping.sources) if mapping else ((), ())
-        for e in self.edges.values():
-            of = layer(e.name, names)
+        parts: list[_Part] = []
+        for e, of in edges:
             for wanted, grows in ((of == entry.smooth, True), (of in entry.balance and self._rank(e) > 1, False)):
                 if not wanted:
                     continue
                 sides = [s for s in both[grows] if s.parameter == e.name]
-                if sides and all(s.slice[:1] == (slice(None),) or s.dim == 0 for s in sides):
-                    for s in sides:
-                        at = s.slice[s.dim].start or 0
-                        parts.append((e.name, s.dim, at, s.offset, scale[list(s.channels)] ** s.exponent))
-                elif sides:
-                    return None
-                else:
+                parts += [_Part(*s[:3], s.offset, scale[list(s.channels)] ** s.exponent) for s in sides]
+                if not sides:
                     shape = self._shape(e)
                     d = 0 if len(shape) == 1 or grows != e.swap else 1
-                    if shape[d] < len(scale) or (not grows and shape[d] != len(scale)):
+                    first = shape[d] - size  # of a fused projection the last rows, as quantizers do
+                    if first < 0 or (first and not grows):
                         return None
-                    last = shape[d] - len(scale)  # of a fused projection the last rows, as quantizers do
-                    parts.append((e.name, d, last, e.shift, scale if grows else 1 / scale))
+                    at = tuple(slice(first, None) if k == d else slice(None) for k in range(len(shape)))
+                    parts.append(_Part(e.name, d, at, e.shift, scale if grows else 1 / scale))
         return parts or None
 
     def _shape(self, e: Edges) -> torch.Size:
@@ -292,10 +296,6 @@ class _Trial:
 
     def _rank(self, e: Edges) -> int:
         return len(self._shape(e))
-
-
-def _inputs_of(e: Edges, shape: torch.Size) -> int:
-    return shape[0] if e.swap else shape[1]
 
 
 def _relative(before: Tensor, after: Tensor) -> float:

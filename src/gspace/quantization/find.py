@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from gspace.analysis import Analysis, Edges, Inputs, analyze, analyzed, unwrap
 from gspace.analysis.assemble import membership
+from gspace.arguments import require_seen
 from gspace.devices import on_cpu
 from gspace.quantization.mapping import Hook, Mapping, Mappings, Side
 
@@ -40,6 +41,9 @@ def mappings(
         analysis: What `analyze` has found, instead of an example.
         options: `residual`, `pin`, `modes` for `analyze`.
 
+    Raises:
+        ValueError: Weights that no example has used (experts, say): they may read a scale too.
+
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> print(mappings(net))
     channels  kind  smooth  balance
@@ -50,6 +54,7 @@ def mappings(
     else:
         given = {} if example_input is None else {"example_input": example_input}
         found = analyzed(model, analysis, {**options, **given})
+    require_seen(found)
     return on_cpu(_mappings)(unwrap(model), found)
 
 
