@@ -21,12 +21,14 @@ class Published:
         smooth: The smooth layer.
         balance: The balance layers, separated by spaces.
         wrong: What a check must say of it; empty if the entry is exact.
+        source: The table it is from.
     """
 
     family: str
     smooth: str
     balance: str
     wrong: str = ""
+    source: str = "AWQ"
 
     @property
     def entry(self) -> tuple[str, list[str]]:
@@ -79,19 +81,23 @@ ROUTER = "mlp.gate' reads the scale"
 SMOOTHED = ("input_layernorm$", QKV), ("post_attention_layernorm$", MLP)
 WRONG = (
     # SmoothQuant's default: behind Gemma's attention stands a norm that writes the stream.
-    Published("gemma2", *SMOOTHED[1], STREAM),
-    Published("gemma3", *SMOOTHED[1], STREAM),
+    Published("gemma2", *SMOOTHED[1], STREAM, "SmoothQuant"),
+    Published("gemma3", *SMOOTHED[1], STREAM, "SmoothQuant"),
     # SmoothQuant: the pattern reaches the decoder's attention to the encoder too.
-    Published("whisper", "self_attn_layer_norm", "k_proj v_proj q_proj", "does not read the scale"),
+    Published("whisper", "self_attn_layer_norm", "k_proj v_proj q_proj", "does not read the scale", "SmoothQuant"),
     # AWQ: the router is missing.
     Published("glm4-moe-lite", *SMOOTHED[1], ROUTER),
     Published("ernie4.5-moe", *SMOOTHED[1], ROUTER),
     # SmoothQuant: the same.
-    Published("glm4-moe", *SMOOTHED[1], ROUTER),
+    Published("glm4-moe", *SMOOTHED[1], ROUTER, "SmoothQuant"),
     # AWQ until April 2026, for Qwen2-MoE and Qwen3-MoE.
-    Published("qwen3-moe", "post_attention_layernorm$", "mlp.experts.gate_up_proj$", ROUTER),
+    Published("qwen3-moe", "post_attention_layernorm$", "mlp.experts.gate_up_proj$", ROUTER, "AWQ until April 2026"),
 )
-PUBLISHED = (*(Published(name, *entry) for name, table in EXACT.items() for entry in table), *WRONG)
+OF = {"opt": "SmoothQuant", "whisper": "SmoothQuant", "mixtral": "SmoothQuant"}
+PUBLISHED = (
+    *(Published(name, *entry, source=OF.get(name, "AWQ")) for name, table in EXACT.items() for entry in table),
+    *WRONG,
+)
 
 HEADLESS = {k: v for k, v in DECODER.items() if k != "head_dim"}
 SPARSE = {

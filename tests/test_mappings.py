@@ -1,5 +1,6 @@
 """Mappings for quantizers on small networks: found, checked, equalized, exported; bad input in one line."""
 
+import importlib
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -307,3 +308,14 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     table.write_text("{}")
     assert cli.main(["mappings", spec, "--check", str(table)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_page_is_that_of_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(root)
+    page = importlib.import_module("benchmarks.mappings").page
+    record = json.loads((root / "results" / "mappings.json").read_text(encoding="utf-8"))
+    text = (root / "docs" / "quantization.md").read_text(encoding="utf-8")
+    assert page(text, record) == text, "python benchmarks/mappings.py --table docs/quantization.md"
+    record["entries"][-1]["change"][0] *= 50
+    assert page(text, record) != text

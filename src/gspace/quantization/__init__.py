@@ -4,10 +4,21 @@
 `export` writes what llm-compressor reads.
 """
 
-from gspace.quantization.check import check_mappings
+from gspace.quantization.check import check_mappings, effects
 from gspace.quantization.export import awq, smoothquant
 from gspace.quantization.find import mappings
 from gspace.quantization.mapping import Mapping, Mappings, Side
 from gspace.quantization.solve import equalize_, smooth_
 
-__all__ = ["Mapping", "Mappings", "Side", "awq", "check_mappings", "equalize_", "mappings", "smooth_", "smoothquant"]
+__all__ = [
+    "Mapping",
+    "Mappings",
+    "Side",
+    "awq",
+    "check_mappings",
+    "effects",
+    "equalize_",
+    "mappings",
+    "smooth_",
+    "smoothquant",
+]

@@ -8,7 +8,7 @@ balance layers, whose input channels are multiplied by it. Names are those of mo
 import contextlib
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Mapping as Table
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, common
 
 TOLERANCE = 1e-5  # of the output, on a float64 copy: what a model computes in float32 moves by 1e-7
+
+Pair = tuple[str, list[str]]
 
 
 class Entry(NamedTuple):
@@ -63,31 +65,52 @@ def check_mappings(
     Every entry is also applied to a float64 copy of the model. The line says how far the output moves, relative to its
     largest value. Problems that repeat from layer to layer are one line, with * for the layer's number.
     """
-    inner = unwrap(model)
     found = analyze(model, example_input) if analysis is None else analysis
     there = find(model, analysis=found)
-    layers = _layers(inner, found)
-    problems: list[Problem] = []
-    entries: list[Entry] = []
-    for smooth, balance in map(_pair, table):
-        resolved, unknown = _resolved(smooth, balance, layers)
-        problems += [Problem(text, None) for text in unknown]
-        entries += resolved
-    trial = None if any(p.is_meta for p in inner.parameters()) else _Trial(inner, found, example_input, seed)
-    for entry in entries:
-        mapping = _best(entry, there)
+    layers = _layers(unwrap(model), found)
+    pairs = [_pair(entry) for entry in table]
+    problems = [Problem(text, None) for pair in pairs for text in _unknown(pair, layers)]
+    for entry, mapping, change in _tried(model, pairs, example_input, found, there, seed):
         texts = _wrong(entry, mapping, found)
-        change = None if trial is None else trial.change(entry, mapping)
         if not texts and change is not None and not change <= TOLERANCE:
             texts = [f"{entry.smooth!r} → {_listed(entry.balance)} agrees with the analysis, please report this model"]
         problems += [Problem(text, change) for text in texts]
     return _folded(problems)
 
 
+def effects(
+    model: nn.Module,
+    table: Iterable[Any],
+    example_input: Inputs | None = None,
+    *,
+    analysis: Analysis | None = None,
+    seed: int = 0,
+) -> list[tuple[Entry, float | None]]:
+    """Every entry in the model's own names, and how far the output moves if it alone is applied; None: it cannot be."""
+    found = analyze(model, example_input) if analysis is None else analysis
+    tried = _tried(model, [_pair(entry) for entry in table], example_input, found, find(model, analysis=found), seed)
+    return [(entry, change) for entry, _, change in tried]
+
+
+def _tried(
+    model: nn.Module, table: Sequence[Pair], example_input: Any, found: Analysis, there: Sequence[Mapping], seed: int
+) -> Iterator[tuple[Entry, Mapping | None, float | None]]:
+    """Entries with the mappings they come closest to, and how far the output moves."""
+    inner = unwrap(model)
+    layers = _layers(inner, found)
+    pairs = [pair for pair in table if not _unknown(pair, layers)]
+    meta = any(p.is_meta for p in inner.parameters())
+    trial = None if meta or not pairs else _Trial(inner, found, example_input, seed)
+    for pair in pairs:
+        for entry in _resolved(*pair, layers):
+            mapping = _best(entry, there)
+            yield entry, mapping, None if trial is None else trial.change(entry, mapping)
+
+
 # The table ------------------------------------------------------------------------------------------------------------
 
 
-def _pair(entry: Any) -> tuple[str, list[str]]:
+def _pair(entry: Any) -> Pair:
     """A table's entry in one order."""
     smooth: Any
     balance: Any
@@ -112,22 +135,22 @@ def _layers(model: nn.Module, found: Analysis) -> list[str]:
     return list(dict.fromkeys([*modules, *(layer(e.name, names) for e in found.edges)]))
 
 
-def _resolved(smooth: str, balance: Sequence[str], layers: Sequence[str]) -> tuple[list[Entry], list[str]]:
-    """The layers that an entry means, and lines for names that match nothing."""
-    matched = {pattern: _matches(pattern, layers) for pattern in (smooth, *balance)}
-    unknown = [_nothing(pattern, layers) for pattern, found in matched.items() if not found]
-    heads = matched[smooth]
-    if unknown or not heads:
-        return [], unknown
+def _unknown(pair: Pair, layers: Sequence[str]) -> list[str]:
+    """Lines for names that match nothing."""
+    return [_nothing(name, layers) for name in dict.fromkeys((pair[0], *pair[1])) if not _matches(name, layers)]
+
+
+def _resolved(smooth: str, balance: Sequence[str], layers: Sequence[str]) -> list[Entry]:
+    """The layers that an entry means."""
+    heads = _matches(smooth, layers)
     order = {name: k for k, name in enumerate(layers)}
     readers: dict[str, list[str]] = {}
-    for pattern in balance:
-        for name in matched[pattern]:
-            shared = {head: common([head.split("."), name.split(".")]) for head in heads}
-            near = [head for head in heads if shared[head] == max(shared.values())]
-            before = [head for head in near if order[head] < order[name]]
-            readers.setdefault((before or near)[-1], []).append(name)
-    return [Entry(head, tuple(dict.fromkeys(listed))) for head, listed in readers.items()], []
+    for name in dict.fromkeys(name for pattern in balance for name in _matches(pattern, layers)):
+        shared = {head: common([head.split("."), name.split(".")]) for head in heads}
+        near = [head for head in heads if shared[head] == max(shared.values())]
+        before = [head for head in near if order[head] < order[name]]
+        readers.setdefault((before or near)[-1], []).append(name)
+    return [Entry(head, tuple(listed)) for head, listed in readers.items()]
 
 
 def _matches(pattern: str, layers: Sequence[str]) -> list[str]:
