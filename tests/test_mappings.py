@@ -230,6 +230,16 @@ def test_a_printed_table_folds_layers_that_repeat() -> None:
     assert str(gspace.mappings(Stack())).splitlines()[1:] == ["8 × 3     relu  layers.*.up  layers.*.down"]
 
 
+def test_names_are_those_inside_of_a_wrapper() -> None:
+    net = network("folded")
+    before, wrapped = outputs(net), nn.DataParallel(net)
+    assert gspace.mappings(wrapped, IMAGES) == gspace.mappings(net, IMAGES)
+    assert gspace.check_mappings(wrapped, [("0", ["2"])], IMAGES) == []
+    gspace.equalize_(wrapped, example_input=IMAGES)
+    assert not torch.equal(network("folded")[0].weight, net[0].weight)
+    assert moved(before, outputs(net)) < 1e-12
+
+
 def test_export() -> None:
     net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     found = gspace.mappings(net)

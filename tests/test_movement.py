@@ -118,3 +118,5 @@ def test_path_norms_follow(name: str) -> None:
     values = [float(gspace.path_norm(m, example_input=x)) for m in (model, twin)]
     assert values[0] == pytest.approx(values[1], rel=1e-12)
     assert values[0] > 0
+
+

@@ -65,9 +65,10 @@ def check_mappings(
     Every entry is also applied to a float64 copy of the model. The line says how far the output moves, relative to its
     largest value. Problems that repeat from layer to layer are one line, with * for the layer's number.
     """
+    model = unwrap(model)
     found = analyze(model, example_input) if analysis is None else analysis
     there = find(model, analysis=found)
-    layers = _layers(unwrap(model), found)
+    layers = _layers(model, found)
     pairs = [_pair(entry) for entry in table]
     problems = [Problem(text, None) for pair in pairs for text in _unknown(pair, layers)]
     for entry, mapping, change in _tried(model, pairs, example_input, found, there, seed):
@@ -87,6 +88,7 @@ def effects(
     seed: int = 0,
 ) -> list[tuple[Entry, float | None]]:
     """Every entry in the model's own names, and how far the output moves if it alone is applied; None: it cannot be."""
+    model = unwrap(model)
     found = analyze(model, example_input) if analysis is None else analysis
     tried = _tried(model, [_pair(entry) for entry in table], example_input, found, find(model, analysis=found), seed)
     return [(entry, change) for entry, _, change in tried]
@@ -96,11 +98,10 @@ def _tried(
     model: nn.Module, table: Sequence[Pair], example_input: Any, found: Analysis, there: Sequence[Mapping], seed: int
 ) -> Iterator[tuple[Entry, Mapping | None, float | None]]:
     """Entries with the mappings they come closest to, and how far the output moves."""
-    inner = unwrap(model)
-    layers = _layers(inner, found)
+    layers = _layers(model, found)
     pairs = [pair for pair in table if not _unknown(pair, layers)]
-    meta = any(p.is_meta for p in inner.parameters())
-    trial = None if meta or not pairs else _Trial(inner, found, example_input, seed)
+    meta = any(p.is_meta for p in model.parameters())
+    trial = None if meta or not pairs else _Trial(model, found, example_input, seed)
     for pair in pairs:
         for entry in _resolved(*pair, layers):
             mapping = _best(entry, there)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from gspace.analysis import Analysis, Edges, Inputs, analyze, analyzed, unwrap
+from gspace.analysis import Analysis, Edges, Inputs, analyzed, unwrap
 from gspace.analysis.assemble import membership
 from gspace.arguments import require_seen
 from gspace.devices import on_cpu
@@ -36,7 +36,7 @@ def mappings(
     """Every group of channels whose scale can move from the layer that writes them into those that read them, exactly.
 
     Args:
-        model: Any module; on the meta device too.
+        model: Any module; on the meta device too. Names are those of the module inside of a wrapper (`DataParallel`).
         example_input: A batch the model accepts, or a list of several, as for `analyze`.
         analysis: What `analyze` has found, instead of an example.
         options: `residual`, `pin`, `modes` for `analyze`.
@@ -49,11 +49,8 @@ def mappings(
     channels  kind  smooth  balance
     8         relu  0       2
     """
-    if analysis is None:
-        found = analyze(model, example_input, **options)
-    else:
-        given = {} if example_input is None else {"example_input": example_input}
-        found = analyzed(model, analysis, {**options, **given})
+    given = {} if example_input is None else {"example_input": example_input}
+    found = analyzed(unwrap(model), analysis, {**options, **given})
     require_seen(found)
     return on_cpu(_mappings)(unwrap(model), found)
 

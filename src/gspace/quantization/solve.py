@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Inputs, TraceError, analyze, analyzed, unwrap
-from gspace.analysis.examples import batches as several
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.arguments import require_one_of, require_values
 from gspace.quantization.find import channel_dim, layer
@@ -51,6 +50,7 @@ def equalize_(
     A channel that is written or read by zeros alone keeps its scale.
     """
     require_one_of("by", by, ("max-abs", "l2"))
+    model = unwrap(model)
     require_values(model)
     found, chosen = _chosen(model, mappings, example_input, analysis)
     squares = _squares(dict(model.named_parameters()), chosen, by)
@@ -89,6 +89,7 @@ def smooth_(
     """
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be from 0 to 1, got {alpha!r}")
+    model = unwrap(model)
     require_values(model)
     listed = _batches(batches)
     found, chosen = _chosen(model, mappings, listed[:EXAMPLES], analysis)
@@ -101,7 +102,7 @@ def smooth_(
             raise ValueError(f"no module sees the {m.size} channels of {m.smooth_layer!r}: leave this mapping out")
     parameters = dict(model.named_parameters())
     log = torch.zeros(found.H, dtype=torch.float64, device="cpu")
-    for m, activation in zip(chosen, _activations(unwrap(model), chosen, listed), strict=True):
+    for m, activation in zip(chosen, _activations(model, chosen, listed), strict=True):
         sinks = [s for s in m.sinks if parameters[s.parameter].dim() > 1]
         sizes = [(s, (parameters[s.parameter].detach() + s.offset).abs().double()) for s in sinks or m.sinks]
         weight = _reduced(m.size, [(s, _along(size, s, "max-abs")) for s, size in sizes], "max-abs")
@@ -200,7 +201,7 @@ def _batches(batches: Any) -> list[Inputs]:
     if not listed:
         raise ValueError("batches is empty: no activation to take a maximum of")
     for batch in listed:
-        if len(several([batch])) != 1 or not isinstance(batch, (Tensor, tuple, list, Table)):
+        if not isinstance(batch, (Tensor, tuple, list, Table)):
             raise TypeError(f"a batch is a tensor, a tuple of arguments or a dict, got {type(batch).__name__}")
     return listed
 
