@@ -2,7 +2,7 @@
 
 Facts, written down from `modifiers/transform/{awq/mappings,smoothquant/utils}.py`. Where transformers keeps all experts
 in one parameter, `experts.*.gate_proj` and `experts.*.up_proj` are `experts.gate_up_proj` here; llm-compressor takes
-them apart before it applies its tables.
+them apart before it applies its tables. An entry that both tables have is here once, in AWQ's spelling.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,11 @@ PHI = (
     ("post_attention_layernorm$", "gate_up_proj$"),
     ("gate_up_proj$", "down_proj$"),
 )
-COHERE = (("input_layernorm$", "q_proj$ k_proj$ v_proj$ mlp.gate_proj$ mlp.up_proj$"), ATTENTION, DOWN)
+COHERE = (
+    ("input_layernorm$", "self_attn.q_proj$ self_attn.k_proj$ self_attn.v_proj$ mlp.gate_proj$ mlp.up_proj$"),
+    ATTENTION,
+    DOWN,
+)
 EXPERTS = (
     ("input_layernorm$", QKV),
     ATTENTION,
@@ -67,7 +71,7 @@ EXACT = {
     "qwen3": DEFAULT,
     "mistral": DEFAULT,
     "gemma2": GEMMA,
-    "gemma3": GEMMA,
+    "gemma3": GEMMA[1:],
     "phi3": PHI,
     "opt": OPT,
     "whisper": WHISPER,
@@ -96,6 +100,7 @@ WRONG = (
 OF = {"opt": "SmoothQuant", "whisper": "SmoothQuant", "mixtral": "SmoothQuant"}
 PUBLISHED = (
     *(Published(name, *entry, source=OF.get(name, "AWQ")) for name, table in EXACT.items() for entry in table),
+    Published("gemma3", *SMOOTHED[0], source="SmoothQuant"),
     *WRONG,
 )
 
