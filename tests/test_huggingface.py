@@ -17,10 +17,10 @@ BY_NAME = {family.name: family for family in (*FAMILIES, *MORE)}
 every_family = pytest.mark.parametrize("name", BY_NAME)
 
 
-def build(family: Family) -> nn.Module:
+def build(family: Family, seed: int = 0) -> nn.Module:
     """The model in float64: matrices N(0, 1/fan-in), vectors 0.3·N(0, 1) away from where the model starts them."""
     model = getattr(transformers, family.model)(getattr(transformers, family.config)(**family.options))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)

@@ -11,7 +11,7 @@ from gspace.lab.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-RUN = (README, ROOT / "docs" / "usage.md")
+RUN = (README, ROOT / "docs" / "usage.md", ROOT / "docs" / "quantization.md")
 PAGES = (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
@@ -80,7 +80,7 @@ def test_the_paper_is_cited_alike() -> None:
 def test_every_public_name_is_called_on_some_page() -> None:
     """All but the types of what calls return."""
     code = "\n".join(block for path in RUN for block in blocks(path.read_text(encoding="utf-8")))
-    results = {"Analysis", "Edges", "Equivalence", "PathError", "Pin", "Skeleton", "TraceError", "UnitGroup"}
+    results = {"Analysis", "Edges", "Equivalence", "Mapping", "PathError", "Pin", "Skeleton", "TraceError", "UnitGroup"}
     assert {name for name in gspace.__all__ if not re.search(rf"gspace\.{name}\b", code)} == results
 
 

@@ -10,6 +10,7 @@ from gspace.inner import InGSpace
 from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.optim import GSGD
 from gspace.pathsum import PathError
+from gspace.quantization import Mapping, check_mappings, equalize_, mappings, smooth_
 from gspace.scaling import Scales, balance_, random_scales, rescale_
 from gspace.skeleton import Skeleton, build_skeleton, init_skeleton_
 
@@ -23,6 +24,7 @@ __all__ = [
     "Equivalence",
     "FrozenSkeletonSGD",
     "InGSpace",
+    "Mapping",
     "PathError",
     "PathSGD",
     "Pin",
@@ -37,13 +39,17 @@ __all__ = [
     "balancedness",
     "basis_path_norm",
     "build_skeleton",
+    "check_mappings",
     "compare_invariance",
     "distance",
+    "equalize_",
     "init_skeleton_",
     "invariance_gap",
+    "mappings",
     "path_norm",
     "paths",
     "psi_flatness",
     "random_scales",
     "rescale_",
+    "smooth_",
 ]

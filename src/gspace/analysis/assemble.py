@@ -76,7 +76,17 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
         residual=residual,
         forms=units.forms,
         unseen=unseen,
+        passes=_passes(follow, units),
     )
+
+
+def _passes(follow: Follow, units: Units) -> dict[str, frozenset[int]]:
+    """Units that go through an operation, linear forms as the units in them."""
+    found = {}
+    for kind, nodes in follow.passed.items():
+        ids = set(units.of(torch.cat(nodes), follow.equations).tolist())
+        found[kind] = frozenset(u for i in ids for u, _ in units.forms.get(i, ((i, 1),)) if u)
+    return found
 
 
 def unread(follow: Follow, model: nn.Module) -> list[str]:
@@ -206,29 +216,36 @@ def _frozen(edges: Sequence[Edges], parameters: Mapping[str, Tensor], forms: Map
     return found.union(*({u for u, _ in forms[node]} for node in found if node in forms))
 
 
-def groups(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> tuple[UnitGroup, ...]:
-    """Groups units by who writes and who reads them: each parameter adds a random signature to its units."""
+def membership(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> Tensor:
+    """The group of each unit 1…total, by who writes and who reads it: groups are numbered by their first units.
+
+    Each parameter adds a random signature to its units.
+    """
     generator = torch.Generator().manual_seed(0)
     signature = torch.zeros(total + 1, 2, dtype=torch.long)
-    sides = [(e.name, _sides(e, total, forms)) for e in edges]
-    for _, both in sides:
-        for column, ids in enumerate(both):
+    for e in edges:
+        for column, ids in enumerate(_sides(e, total, forms)):
             signature[ids, column] += torch.randint(1 << 60, (1,), generator=generator)
     kind = (torch.arange(total + 1) > H).long()
-    keys, inverse, counts = torch.cat([signature, kind[:, None]], 1)[1:].unique(
-        dim=0, return_inverse=True, return_counts=True
-    )
+    keys, inverse = torch.cat([signature, kind[:, None]], 1)[1:].unique(dim=0, return_inverse=True)
     first = torch.full((len(keys),), total, dtype=torch.long).scatter_reduce(0, inverse, torch.arange(total), "amin")
-    units = first[first.argsort()] + 1  # one of each group
+    return first.argsort().argsort()[inverse]
+
+
+def groups(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> tuple[UnitGroup, ...]:
+    """Units that are written and read by the same parameters."""
+    member = membership(edges, H, total, forms)
+    counts = member.bincount()
+    units = torch.full((len(counts),), total).scatter_reduce(0, member, torch.arange(total), "amin") + 1
     place = torch.full((total + 1,), -1).index_put((units,), torch.arange(len(units)))
     names: list[tuple[list[str], list[str]]] = [([], []) for _ in units]  # who writes and who reads it
-    for name, both in sides:
-        for column, ids in enumerate(both):
+    for e in edges:
+        for column, ids in enumerate(_sides(e, total, forms)):
             for k in place[ids].tolist():
                 if k >= 0:
-                    names[k][column].append(name)
+                    names[k][column].append(e.name)
     found = []
-    for u, count, (written, read) in zip(units.tolist(), counts[first.argsort()].tolist(), names, strict=True):
+    for u, count, (written, read) in zip(units.tolist(), counts.tolist(), names, strict=True):
         found.append(UnitGroup(count, tuple(written), tuple(read), "absorbed" if u > H else "exact"))
     return tuple(found)
 

@@ -76,6 +76,7 @@ class Follow(TorchDispatchMode):
         read: Storages of parameters in the order of their use, with the positions of first and last use.
         branches: How many branches depended on chance.
         parameters: Names of parameters by storage.
+        passed: What nodes went through, by the names of `PASSES`.
     """
 
     def __init__(self, rules: dict[str, Rule], residual: str) -> None:
@@ -90,6 +91,7 @@ class Follow(TorchDispatchMode):
         self.norms: dict[tuple[int, ...], Norm] = {}
         self.statistics: dict[int, tuple[Tensor, int]] = {}
         self.positions: dict[tuple[int, int], tuple[int, int]] = {}
+        self.passed: dict[str, list[Tensor]] = {}
         self.position = self.branches = self._ticks = 0
         self._data: dict[int, StorageWeakRef] = {}
         self._chance: dict[int, StorageWeakRef] = {}
@@ -258,6 +260,8 @@ class Follow(TorchDispatchMode):
             listed = result if isinstance(result, list) else [result] * len(outs)
             for t, nodes in zip(outs, listed, strict=False):
                 self._assign(t, nodes)
+            if name in PASSES:
+                self._pass(name, tensors, listed[0])
         self._taint(torch.Tag.nondeterministic_seeded in func.tags, name, tensors, outs)
         return out
 
@@ -269,8 +273,16 @@ class Follow(TorchDispatchMode):
             nodes = self.rules[name](self, Call(name, func, bound))
             out = func(*args, **kwargs)
             self._assign(out, nodes[0] if isinstance(nodes, list) else nodes)
+            self._pass(name, tree_leaves(bound), nodes[0] if isinstance(nodes, list) else nodes)
         self._taint(False, name, [t for t in tree_leaves(bound) if isinstance(t, Tensor)], [out])
         return out
+
+    def _pass(self, name: str, tensors: Sequence[Any], nodes: Nodes) -> None:
+        """Remembers what scales go through; a product counts where both factors are activations."""
+        kind = PASSES[name]
+        if isinstance(nodes, Tensor) and (kind == "relu" or sum(map(self.depends_on_data, tensors)) > 1):
+            found = squash(nodes)[0].unique()
+            self.passed.setdefault(kind, []).append(found[found > ANY])
 
     def _assign(self, t: Tensor, nodes: Nodes) -> None:
         if nodes is None:
@@ -304,6 +316,11 @@ class Follow(TorchDispatchMode):
 
 
 ARGUMENTS = {"scaled_dot_product_attention": "query key value attn_mask dropout_p is_causal scale enable_gqa".split()}
+PASSES = {
+    **dict.fromkeys("relu leaky_relu rrelu_with_noise _prelu_kernel prelu clamp_min threshold".split(), "relu"),
+    **dict.fromkeys("mul glu".split(), "gate"),
+    **dict.fromkeys("bmm baddbmm scaled_dot_product_attention".split(), "attention"),
+}
 CREATES = frozenset("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill".split())
 
 

@@ -116,6 +116,7 @@ class Analysis:
         forms: Ids of `edges` whose log-scale is not that of one unit: −1 times it on the key side of an attention, 2
             times before a squared ReLU, the sum of two behind a gate.
         unseen: Parameters with elements that no run has read, and how many: nothing is known of them.
+        passes: Units whose scale goes through a "relu", a "gate" (a product of two activations) or an "attention".
     """
 
     H: int
@@ -131,6 +132,7 @@ class Analysis:
     residual: Residual = "tie"
     forms: Mapping[int, Form] = field(default_factory=dict, repr=False)
     unseen: Mapping[str, int] = field(default_factory=dict, repr=False)
+    passes: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
 
     def log_scales(self, units: Tensor) -> Tensor:
         """Log-scales of all ids of `edges`, given those of ground and units, `(1 + H + H_absorbed,)`."""
@@ -170,7 +172,7 @@ class Analysis:
     def __str__(self) -> str:
         rows = [("units", "kind", "written by", "read by")]
         rows += [(_times(g.count, n), g.kind, ", ".join(g.written), ", ".join(g.read)) for g, n in folded(self.units)]
-        lines = _aligned(rows)
+        lines = aligned(rows)
         lines += [
             "",
             f"m = {self.m:,} weights   H = {self.H:,} units   m − H = {self.dim:,}   H/m = {self.invariant_ratio:.3g}",
@@ -197,7 +199,7 @@ def folded(groups: Sequence[UnitGroup]) -> list[tuple[UnitGroup, int]]:
     """
     found: dict[UnitGroup, list[UnitGroup]] = {}
     for g in groups:
-        alike = UnitGroup(g.count, _starred(g.written), _starred(g.read), g.kind)
+        alike = UnitGroup(g.count, starred(g.written), starred(g.read), g.kind)
         found.setdefault(alike, []).append(g)
     return [(alike if len(same) > 1 else same[0], len(same)) for alike, same in found.items()]
 
@@ -205,7 +207,7 @@ def folded(groups: Sequence[UnitGroup]) -> list[tuple[UnitGroup, int]]:
 def _folded_pins(pins: Sequence[Pin]) -> list[str]:
     found: dict[tuple[str, str, int, str], list[Pin]] = {}
     for pin in pins:
-        (where, reason) = (_starred((text,))[0] for text in (pin.where, pin.reason))
+        (where, reason) = (starred((text,))[0] for text in (pin.where, pin.reason))
         found.setdefault((pin.operation, where, pin.count, reason), []).append(pin)
     return [
         str(same[0]) if len(same) == 1 else f"{_times(count, len(same))} channels at {where} ({operation}): {reason}"
@@ -213,7 +215,8 @@ def _folded_pins(pins: Sequence[Pin]) -> list[str]:
     ]
 
 
-def _starred(names: Sequence[str]) -> tuple[str, ...]:
+def starred(names: Sequence[str]) -> tuple[str, ...]:
+    """Names with their numbers as *, each once."""
     return tuple(dict.fromkeys(re.sub(r"(?<![\w])\d+(?![\w])", "*", name) for name in names))
 
 
@@ -234,7 +237,8 @@ def plain(edges: Sequence[Edges], forms: Mapping[int, Form]) -> tuple[Edges, ...
     return tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges)
 
 
-def _aligned(rows: Sequence[tuple[str, ...]], limit: int = 60) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]], limit: int = 60) -> list[str]:
+    """Lines with cells in columns; a cell longer than `limit` is cut."""
     cut = [tuple(cell if len(cell) <= limit else cell[: limit - 1] + "…" for cell in row) for row in rows]
     widths = [max(len(row[i]) for row in cut) for i in range(len(cut[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cut]

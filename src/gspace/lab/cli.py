@@ -36,6 +36,7 @@ class Command:
 COMMANDS = {
     "demo": Command("train small networks on bundled digits, in a minute", "gspace.lab.demo"),
     "analyze": Command("find the rescaling symmetry of a model", "gspace.lab.analyze"),
+    "mappings": Command("find or check the mappings of a quantizer", "gspace.lab.mappings"),
     "train": Command("train one recipe, or a list of them", "gspace.lab.training"),
     "reproduce": Command("run a table or figure of the paper", "gspace.lab.reproduce"),
     "draw": Command("draw a small network with its skeleton and basis paths", "gspace.lab.draw"),

@@ -1,0 +1,75 @@
+"""`gspace mappings SPEC`: the scales that a quantizer may move between layers, or what is wrong with a table."""
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import gspace
+from gspace.lab.analyze import add_model, analyzed
+from gspace.lab.errors import LabError
+from gspace.quantization import Mappings, awq, smoothquant
+
+
+class TableError(LabError, ValueError):
+    """A file that holds no table of mappings; the message fits on one line."""
+
+    exit_code = 2
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--check",
+        metavar="FILE",
+        type=Path,
+        help="a JSON list of [smooth layer, [balance layers]], of [[balance layers], smooth layer] as SmoothQuant has "
+        "them, or of objects with smooth_layer and balance_layers; names may be regular expressions behind re:",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("table", "json", "awq", "smoothquant"),
+        default="table",
+        help="a table, everything as JSON, or what llm-compressor's modifiers read (default: table)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the mappings, or one line per problem of the table; 1 if there are problems, else 0."""
+    table = None if args.check is None else _read(args.check)
+    with contextlib.redirect_stdout(sys.stderr):  # what the model prints
+        model, analysis, inputs, _ = analyzed(args)
+        found = gspace.mappings(model, analysis=analysis)
+        problems = [] if table is None else gspace.check_mappings(model, table, inputs or None, analysis=analysis)
+    if table is not None:
+        print("\n".join(problems) if problems else f"exact: {len(table)} entries")
+        return 1 if problems else 0
+    formats: dict[str, Any] = {
+        "json": lambda: [m.to_dict() for m in found],
+        "awq": lambda: awq(model, found),
+        "smoothquant": lambda: smoothquant(model, found),
+    }
+    if args.format == "table":
+        print(found)
+        return 0
+    made = formats[args.format]()
+    print(json.dumps(made, indent=1))
+    if len(made) < len(found):
+        print(f"gspace: {_left_out(found, len(made), args.format)}", file=sys.stderr)
+    return 0
+
+
+def _left_out(found: Mappings, made: int, name: str) -> str:
+    return f"{len(found) - made} of {len(found)} mappings are left out: {name} has no form for them"
+
+
+def _read(path: Path) -> list[Any]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TableError(f"cannot read the table {str(path)!r}: {error}") from error
+    if not isinstance(table, list) or not table:
+        raise TableError(f"{str(path)!r} holds no table: write a list of [smooth layer, [balance layers]]")
+    return table

@@ -1,0 +1,254 @@
+"""Analysis → mappings: for each group of units, where every parameter scales with them.
+
+A parameter scales with x[head] − x[tail], ids that are units or linear forms of units. Here this is turned round: for a
+group of units, the boxes of each parameter in which they lie along one dimension, and the power with which they count.
+"""
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from gspace.analysis import Analysis, Edges, Inputs, analyzed, unwrap
+from gspace.analysis.assemble import membership
+from gspace.arguments import require_seen
+from gspace.devices import on_cpu
+from gspace.quantization.mapping import Hook, Mapping, Mappings, Side
+
+KINDS = ("attention", "gate", "relu")  # what a scale goes through, the first that applies
+
+
+class Box(NamedTuple):
+    """Entries of a parameter that scale with units of one group, and whether it reads them as an input."""
+
+    group: int
+    side: Side
+    reads: bool
+
+
+def mappings(
+    model: nn.Module, example_input: Inputs | None = None, *, analysis: Analysis | None = None, **options: Any
+) -> Mappings:
+    """Every group of channels whose scale can move from the layer that writes them into those that read them, exactly.
+
+    Args:
+        model: Any module; on the meta device too. Names are those of the module inside of a wrapper (`DataParallel`).
+        example_input: A batch the model accepts, or a list of several, as for `analyze`.
+        analysis: What `analyze` has found, instead of an example.
+        options: `residual`, `pin`, `modes` for `analyze`.
+
+    Raises:
+        ValueError: Weights that no example has used (experts, say): they may read a scale too.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> print(mappings(net))
+    channels  kind  smooth  balance
+    8         relu  0       2
+    """
+    given = {} if example_input is None else {"example_input": example_input}
+    found = analyzed(unwrap(model), analysis, {**options, **given})
+    require_seen(found)
+    return on_cpu(_mappings)(unwrap(model), found)
+
+
+def _mappings(model: nn.Module, found: Analysis) -> Mappings:
+    total = found.H + found.H_absorbed
+    member = torch.full((total + 1,), -1)
+    member[1:] = membership(found.edges, found.H, total, found.forms)
+    member[found.H + 1 :] = -1  # a scale that a norm absorbs is exact only without its ε
+    parameters = dict(model.named_parameters())
+    boxes: dict[int, list[Box]] = {}
+    place = _places(member)
+    for e in found.edges:
+        for box in _boxes(e, tuple(parameters[e.name].shape), found, member, place):
+            boxes.setdefault(box.group, []).append(box)
+    units = [torch.zeros(0, dtype=torch.long)] if not total else list(_members(member))
+    made = [_mapping(model, found, units[k], listed) for k, listed in sorted(boxes.items())]
+    return Mappings(m for m in made if m is not None)
+
+
+def _members(member: Tensor) -> Iterator[Tensor]:
+    order = member.argsort(stable=True)
+    order = order[member[order] >= 0]
+    yield from order.split(member[order].bincount().tolist())
+
+
+def _places(member: Tensor) -> Tensor:
+    """The number of each unit within its group."""
+    place = torch.zeros_like(member)
+    if bool((member >= 0).any()):
+        for units in _members(member):
+            place[units] = torch.arange(len(units))
+    return place
+
+
+def _mapping(model: nn.Module, found: Analysis, units: Tensor, boxes: Sequence[Box]) -> Mapping | None:
+    names = {name for name, _ in model.named_parameters()}
+    sources = [b.side for b in boxes if b.side.exponent > 0]
+    sinks = [b.side for b in boxes if b.side.exponent < 0]
+    writers, readers = (tuple(dict.fromkeys(layer(s.parameter, names) for s in sides)) for sides in (sources, sinks))
+    if not writers or not readers:
+        return None
+    parameters = dict(model.named_parameters())
+    first = int(units[0])
+    through = [kind for kind in KINDS if first in found.passes.get(kind, ())]
+    if not all(b.reads for b in boxes if b.side.exponent < 0):
+        kind = "query-key"
+    elif all(parameters[s.parameter].dim() == 1 for s in sources):
+        kind = "norm"
+    else:
+        kind = through[0] if through else "linear"
+    hook = None if kind == "query-key" else _hook(model, kind, writers, sinks, names)
+    return Mapping(writers[0], readers, len(units), kind, tuple(sources), tuple(sinks), hook, writers, short(units))
+
+
+def layer(parameter: str, names: set[str]) -> str:
+    """The module whose weight or bias this is; a parameter of another name stands for itself."""
+    module, _, leaf = parameter.rpartition(".")
+    weight = leaf.replace("bias", "weight")
+    if weight == "weight":
+        return module or parameter
+    whole = f"{module}.{weight}" if module else weight
+    return whole if whole in names else parameter
+
+
+def _hook(model: nn.Module, kind: str, writers: Sequence[str], sinks: Sequence[Side], names: set[str]) -> Hook | None:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if kind == "norm" and len(writers) == 1 and writers[0] in modules:
+        return Hook(writers[0], "output")
+    for side in sinks:
+        name = layer(side.parameter, names)
+        module = modules.get(name)
+        if module is None:
+            continue
+        by_channel = not isinstance(module, _ConvNd) or module.groups == 1 or _depthwise(module)
+        if by_channel and (side.dim == 0 or all(s == slice(None) for s in side.slice[:1])):
+            return Hook(name, "input")
+    return None
+
+
+def _depthwise(module: _ConvNd) -> bool:
+    return module.groups == module.in_channels == module.out_channels
+
+
+def channel_dim(module: nn.Module) -> int:
+    """Where the channels of a module's input and output lie."""
+    return 1 if isinstance(module, (_ConvNd, _BatchNorm, nn.GroupNorm)) else -1
+
+
+# Boxes ----------------------------------------------------------------------------------------------------------------
+
+
+def _boxes(e: Edges, shape: tuple[int, ...], found: Analysis, member: Tensor, place: Tensor) -> Iterator[Box]:
+    total = found.H + found.H_absorbed
+    single = e.head.numel() == torch.Size(shape).numel() and len(shape) > 1
+    for ids, sign in zip(_ids(e, shape), (1, -1), strict=True):
+        reads = sign < 0 or (single and not e.tail.any())  # entries one by one: who reads is not told apart
+        for units, powers in _terms(ids, total, found.forms):
+            groups = member[units]
+            for k in groups.unique().tolist():
+                for way in (1, -1) if k >= 0 else ():
+                    here = (groups == k) & (powers * way > 0)
+                    if bool(here.any()):
+                        for side in _sides(e, shape, torch.where(here, place[units], -1), powers * sign):
+                            yield Box(k, side, reads)
+
+
+def _ids(e: Edges, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Head and tail along the dimensions of the parameter, of size 1 along those in which they do not change."""
+    rank = len(shape)
+    (groups, out), inside = e.head.shape, e.tail.shape[1]
+    if rank <= 1 or e.head.numel() == torch.Size(shape).numel():
+        if inside > 1:
+            return e.head.reshape(-1), e.tail.reshape(-1)
+        tail = e.tail.reshape([1] * max(rank, 1)) if e.tail.numel() == 1 else e.tail.expand(groups, out).reshape(shape)
+        return e.head.reshape(shape or (1,)), tail
+    taps = [1] * (rank - 2)
+    one, other, rows = (e.tail, e.head, inside) if e.swap else (e.head, e.tail, out)
+    first = one.reshape(groups * rows, 1, *taps)
+    by_group = other[:, None].expand(groups, rows if groups > 1 else 1, other.shape[1])
+    second = by_group.reshape(-1, other.shape[1], *taps)
+    return (second, first) if e.swap else (first, second)
+
+
+def _terms(ids: Tensor, total: int, forms: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Units and coefficients of linear forms; terms of the same unit group in different forms stay together."""
+    present = ids.unique()
+    behind = [i for i in present.tolist() if i > total]
+    longest = max([1, *(len(forms[i]) for i in behind)])
+    top = int(present.max()) + 1
+    for k in range(longest):
+        units, powers = torch.zeros(top, dtype=torch.long), torch.zeros(top, dtype=torch.float64)
+        if k == 0:
+            units[: total + 1] = torch.arange(min(top, total + 1))
+            powers[: total + 1] = 1
+        for i in behind:
+            if k < len(forms[i]):
+                unit, power = forms[i][k]
+                units[i], powers[i] = unit, float(Fraction(power))
+        yield units[ids], powers[ids]
+
+
+def _sides(e: Edges, shape: tuple[int, ...], channels: Tensor, powers: Tensor) -> Iterator[Side]:
+    """Boxes in which channels change along one dimension alone; −1 is none."""
+    full = shape or (1,)
+    powers = torch.where(channels >= 0, powers.expand(channels.shape), 0)
+    pending = [((slice(None),) * len(full), channels, powers)]
+    while pending:
+        at, where, power = pending.pop()
+        for d in range(where.dim()):
+            if where.shape[d] > 1 and _constant(where, d) and _constant(power, d):
+                where, power = where.narrow(d, 0, 1), power.narrow(d, 0, 1)
+        varying = [d for d in range(where.dim()) if where.shape[d] > 1]
+        if len(varying) > 1:
+            d = varying[0]
+            parts = list(_runs(d, where, power))
+            pending += [
+                (_cut(at, d, a, b), where.narrow(d, a, b - a), power.narrow(d, a, b - a)) for a, b in reversed(parts)
+            ]
+            continue
+        d = varying[0] if varying else _wide(at, full)
+        begin = at[d].start or 0
+        size = (full[d] if at[d].stop is None else at[d].stop) - begin
+        vector, weight = where.reshape(-1).expand(size), power.reshape(-1).expand(size)
+        for a, b in _runs(0, weight):
+            if float(weight[a]):
+                whole = b - a == full[d]
+                spot = at if whole else _cut(at, d, begin + a, begin + b)
+                yield Side(e.name, d, spot, float(weight[a]), e.shift, short(vector[a:b]))
+
+
+def _wide(at: Sequence[slice], full: Sequence[int]) -> int:
+    """The first dimension that is not cut."""
+    return next((d for d, s in enumerate(at) if s == slice(None) and full[d] > 1), 0)
+
+
+def _constant(t: Tensor, d: int) -> bool:
+    return bool((t == t.narrow(d, 0, 1)).all())
+
+
+def _runs(d: int, *tensors: Tensor) -> Iterator[tuple[int, int]]:
+    """Ranges along `d` in which none of these changes."""
+    size = tensors[0].shape[d]
+    changes = torch.zeros(max(size - 1, 0), dtype=torch.bool)
+    for t in tensors:
+        rows = t.movedim(d, 0).reshape(size, -1)
+        changes |= (rows[1:] != rows[:-1]).any(1)
+    ends = [*(changes.nonzero()[:, 0] + 1).tolist(), size]
+    yield from zip([0, *ends[:-1]], ends, strict=True)
+
+
+def _cut(at: tuple[slice, ...], d: int, a: int, b: int) -> tuple[slice, ...]:
+    return (*at[:d], slice(a, b), *at[d + 1 :])
+
+
+def short(numbers: Tensor) -> range | tuple[int, ...]:
+    """Numbers in a row as a range."""
+    first, n = int(numbers[0]), len(numbers)
+    if torch.equal(numbers, torch.arange(first, first + n)):
+        return range(first, first + n)
+    return tuple(numbers.tolist())

@@ -1,0 +1,331 @@
+"""Mappings for quantizers on small networks: found, checked, equalized, exported; bad input in one line."""
+
+import importlib
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gspace
+from gspace.lab import cli
+from gspace.quantization import awq, smoothquant
+
+
+class Residual(nn.Module):
+    """x + b(relu(a(x))), whose stream has one scale per channel."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(width, 7, 3, padding=1), nn.Conv2d(7, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.b(torch.relu(self.a(x))))
+
+
+class SquaredReLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)).square())
+
+
+class Experts(nn.Module):
+    """Two experts as modules of their own, and the router that weighs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(6), nn.Linear(6, 2)
+        self.experts = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(6, 5), "down": nn.Linear(5, 6)}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        weights = self.gate(x).softmax(-1)
+        outputs = [expert["down"](torch.relu(expert["up"](x))) for expert in self.experts]
+        return sum(weights[..., k, None] * y for k, y in enumerate(outputs))
+
+
+def batch_normed(*layers: nn.Module) -> nn.Module:
+    """BatchNorms with statistics and gains of their own."""
+    net = nn.Sequential(*layers)
+    for m in net.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            for t in (m.weight, m.running_var):
+                nn.init.uniform_(t, 0.5, 2)
+            for t in (m.bias, m.running_mean):
+                nn.init.normal_(t)
+    return net
+
+
+def head(width: int) -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5)]
+
+
+NETWORKS = {
+    "folded": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.ReLU(), *head(6)
+    ),
+    "not folded": lambda: batch_normed(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), *head(6)
+    ),
+    "depthwise": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 6, 1), nn.ReLU(), *head(6)
+    ),
+    "grouped": lambda: nn.Sequential(
+        nn.Conv2d(3, 6, 1), nn.ReLU(), nn.Conv2d(6, 8, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 100, 5)
+    ),
+    "residual": lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), Residual(6), Residual(6), *head(6)),
+}
+IMAGES = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+every_network = pytest.mark.parametrize("name", NETWORKS)
+
+
+def network(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return NETWORKS[name]().double().eval()
+
+
+def outputs(net: nn.Module, x: Tensor = IMAGES) -> Tensor:
+    with torch.no_grad():
+        return net(x)
+
+
+def moved(before: Tensor, after: Tensor) -> float:
+    return float((after - before).abs().max() / before.abs().max())
+
+
+def rounded(net: nn.Module, bits: int = 8) -> nn.Module:
+    """Weights on a grid of 2^bits steps per tensor, biases as they are."""
+    net = deepcopy(net)
+    with torch.no_grad():
+        for p in net.parameters():
+            if p.dim() > 1:
+                step = p.abs().max() / (2 ** (bits - 1) - 1)
+                p.copy_((p / step).round() * step)
+    return net
+
+
+@every_network
+@pytest.mark.parametrize("by", ["max-abs", "l2"])
+def test_equalizing_is_exact(name: str, by: Any) -> None:
+    net = network(name)
+    before, first = outputs(net), net[0].weight.clone()
+    scales = gspace.equalize_(net, by, example_input=IMAGES)
+    assert float(scales.log().abs().max()) > 0.01
+    assert name == "not folded" or not torch.equal(first, net[0].weight)
+    assert moved(before, outputs(net)) < 1e-12
+
+
+@every_network
+def test_equalizing_by_l2_is_balancing(name: str) -> None:
+    net = network(name)
+    other = deepcopy(net)
+    gspace.equalize_(net, "l2", example_input=IMAGES, tolerance=1e-12)
+    gspace.balance_(other, example_input=IMAGES)
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
+
+
+def test_equalizing_by_the_largest_weight_makes_rows_and_columns_alike() -> None:
+    net = network("folded")
+    gspace.equalize_(net, example_input=IMAGES, tolerance=1e-9)
+    for above, below in ((net[0], net[2]), (net[2], net[4])):
+        rows, columns = above.weight.abs().amax((1, 2, 3)), below.weight.abs().amax((0, 2, 3))
+        torch.testing.assert_close(rows, columns, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["folded", "depthwise", "grouped", "residual"])
+def test_rounding_an_unbalanced_network_is_as_good_again_as_rounding_the_balanced_one(name: str) -> None:
+    balanced = network(name)
+    gspace.equalize_(balanced, example_input=IMAGES, tolerance=1e-9)
+    exact = outputs(balanced)
+    unbalanced = deepcopy(balanced)
+    analysis = gspace.analyze(unbalanced, IMAGES)
+    scales = gspace.random_scales(unbalanced, torch.Generator().manual_seed(1), std=2.0, analysis=analysis)
+    gspace.rescale_(unbalanced, scales, analysis=analysis)
+    good, bad = (moved(exact, outputs(rounded(net))) for net in (balanced, unbalanced))
+    gspace.equalize_(unbalanced, analysis=analysis, tolerance=1e-9)
+    assert bad > 10 * good
+    assert moved(exact, outputs(rounded(unbalanced))) == pytest.approx(good, rel=1e-3)
+
+
+def test_a_subset_leaves_the_other_layers_alone() -> None:
+    net = network("folded")
+    found = gspace.mappings(net, IMAGES)
+    last = net[6 + 2].weight.clone()
+    gspace.equalize_(net, mappings=found[:1], example_input=IMAGES)
+    assert torch.equal(last, net[8].weight)
+    assert not torch.equal(network("folded")[2].weight, net[2].weight)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_smoothing_divides_activations_by_the_formula(alpha: float) -> None:
+    net = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4)).double()
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    nn.init.uniform_(net[0].weight, 0.1, 9)
+    before, activation, weight = outputs(net, x), outputs(net[0], x), net[1].weight.detach().clone()
+    gspace.smooth_(net, [x[:20], x[20:]], alpha)
+    s = activation.abs().amax(0) ** alpha / weight.abs().amax(0) ** (1 - alpha)
+    torch.testing.assert_close(outputs(net[0], x), activation / s)
+    torch.testing.assert_close(net[1].weight.detach(), weight * s)
+    assert moved(before, outputs(net, x)) < 1e-12
+
+
+def test_smoothing_behind_a_squared_relu() -> None:
+    net = SquaredReLU().double()
+    x = torch.randn(20, 4, dtype=torch.float64)
+    before = outputs(net, x)
+    (m,) = gspace.mappings(net, x)
+    assert sorted(s.exponent for s in (*m.sources, *m.sinks)) == [-2, 1, 1]
+    gspace.smooth_(net, x, 1.0, [m])
+    assert moved(before, outputs(net, x)) < 1e-12
+    torch.testing.assert_close(torch.relu(net.up(x)).square().amax(0), torch.ones(6, dtype=torch.float64))
+
+
+def test_experts_need_their_router() -> None:
+    net = Experts()
+    x = torch.randn(7, 6)
+    readers = ["gate", "experts.0.up", "experts.1.up"]
+    assert gspace.check_mappings(net, [("norm", readers), ("re:.*up", ["re:.*down"])], x) == []
+    (line,) = gspace.check_mappings(net, [("norm", readers[1:])], x)
+    assert line.startswith("'gate' reads the scale of 'norm' too and is missing; applied, the output moves by")
+    (line,) = gspace.check_mappings(net, [("norm", readers[:2])], x)
+    assert line.startswith("'experts.1.up' reads")
+
+
+def test_a_layer_that_is_not_homogeneous() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
+    (line,) = gspace.check_mappings(net, [("0", ["2"])])
+    assert "'0' carries no scale that can move into '2'" in line
+    assert float(line.rpartition("by ")[2]) > 1e-3
+
+
+def test_several_layers_that_write_one_scale() -> None:
+    net = network("residual")
+    found = gspace.mappings(net, IMAGES)
+    (stream,) = (m for m in found if len(m.writers) > 1)
+    assert (stream.smooth_layer, stream.writers) == ("0", ("0", "2.b", "3.b"))
+    lines = gspace.check_mappings(net, [("0", stream.balance_layers)], IMAGES)
+    assert [line.partition(";")[0] for line in lines] == ["'*.b' writes the scale of '*' too (in 2 places)"]
+
+
+def test_a_printed_table_folds_layers_that_repeat() -> None:
+    layers = [nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(3)]
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for m in self.layers:
+                x = torch.tanh(m["down"](torch.relu(m["up"](x))))
+            return x
+
+    assert str(gspace.mappings(Stack())).splitlines()[1:] == ["8 × 3     relu  layers.*.up  layers.*.down"]
+
+
+def test_names_are_those_inside_of_a_wrapper() -> None:
+    net = network("folded")
+    before, wrapped = outputs(net), nn.DataParallel(net)
+    assert gspace.mappings(wrapped, IMAGES) == gspace.mappings(net, IMAGES)
+    assert gspace.check_mappings(wrapped, [("0", ["2"])], IMAGES) == []
+    gspace.equalize_(wrapped, example_input=IMAGES)
+    assert not torch.equal(network("folded")[0].weight, net[0].weight)
+    assert moved(before, outputs(net)) < 1e-12
+
+
+def test_export() -> None:
+    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    found = gspace.mappings(net)
+    entries = [{"smooth_layer": a, "balance_layers": [b]} for a, b in (("0", "1"), ("1", "3"))]
+    assert awq(net, found) == entries
+    assert smoothquant(net, found) == [[["1"], "0"]]
+    assert gspace.check_mappings(net, entries) == []
+    assert gspace.check_mappings(net, smoothquant(net, found)) == []
+    convolutions = network("folded")
+    assert awq(convolutions, gspace.mappings(convolutions, IMAGES)[:2]) == []
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "no mappings": (lambda: gspace.equalize_(nn.Sequential(nn.Linear(3, 3), nn.Tanh())), ValueError, "no mappings"),
+    "another goal": (lambda: gspace.equalize_(network("folded"), "l1"), ValueError, "'max-abs', 'l2'"),
+    "no batches": (lambda: gspace.smooth_(network("folded"), []), ValueError, "empty"),
+    "a number": (lambda: gspace.smooth_(network("folded"), 3), TypeError, "list of inputs"),
+    "text": (lambda: gspace.smooth_(network("folded"), ["a b"]), TypeError, "got str"),
+    "another shape": (
+        lambda: gspace.smooth_(network("folded"), [torch.zeros(2, 5, dtype=torch.float64)]),
+        gspace.TraceError,
+        "does not accept",
+    ),
+    "alpha": (lambda: gspace.smooth_(network("folded"), IMAGES, 2.0), ValueError, "from 0 to 1"),
+    "no norm": (lambda: gspace.smooth_(network("folded"), IMAGES), ValueError, "name the mappings"),
+    "another model": (
+        lambda: gspace.equalize_(network("folded"), mappings=gspace.mappings(network("depthwise"), IMAGES)),
+        ValueError,
+        "not one of this model",
+    ),
+    "no entry": (lambda: gspace.check_mappings(network("folded"), ["0"], IMAGES), ValueError, "an entry of the table"),
+    "no expression": (
+        lambda: gspace.check_mappings(network("folded"), [("re:*", ["2"])], IMAGES),
+        ValueError,
+        "not a regular expression",
+    ),
+    "meta": (lambda: gspace.equalize_(network("folded").to("meta")), ValueError, "meta device"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_clear_line(name: str) -> None:
+    call, kind, words = BAD[name]
+    with pytest.raises(kind, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_modules_are_named() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    lines = gspace.check_mappings(net, [("encoder", ["2"]), ("re:.*proj", ["2"])])
+    assert lines == ["the model has no layer 'encoder'", "the model has no layer 're:.*proj'"]
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "net.py"
+    model.write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))\n"
+    )
+    spec = f"{model}:build()"
+    assert cli.main(["mappings", spec]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["4         norm  0       1", "8         relu  1       3"]
+    for form in ("json", "awq", "smoothquant"):
+        assert cli.main(["mappings", spec, "--format", form]) == 0
+        written = capsys.readouterr().out
+        table = tmp_path / f"{form}.json"
+        table.write_text(written)
+        assert len(json.loads(written)) == (1 if form == "smoothquant" else 2)
+        assert cli.main(["mappings", spec, "--check", str(table)]) == 0
+        assert capsys.readouterr().out.startswith("exact")
+    table.write_text('[["0", ["3"]]]')
+    assert cli.main(["mappings", spec, "--check", str(table)]) == 1
+    assert capsys.readouterr().out.splitlines()[0].startswith("'1' reads the scale of '0' too and is missing")
+    table.write_text("{}")
+    assert cli.main(["mappings", spec, "--check", str(table)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_page_is_that_of_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(root)
+    page = importlib.import_module("benchmarks.mappings").page
+    record = json.loads((root / "results" / "mappings.json").read_text(encoding="utf-8"))
+    text = (root / "docs" / "quantization.md").read_text(encoding="utf-8")
+    assert page(text, record) == text, "python benchmarks/mappings.py --table docs/quantization.md"
+    record["entries"][-1]["change"][0] *= 50
+    assert page(text, record) != text
