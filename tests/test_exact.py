@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import gspace
 import zoo
 from gspace import exact
+from turns import turns
 
 Make = Callable[[nn.Module], Any]
 
@@ -119,8 +120,7 @@ def rescaled(model: nn.Module, analysis: gspace.Analysis, rows: bool, seed: int 
     return gspace.rescale_(model, scales, analysis=analysis)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@networks
+@turns("network, name", NETWORKS, OPTIMIZERS)
 def test_units_and_rows_are_not_seen(network: str, name: str) -> None:
     """100 steps in float64 at ε = 1e-30, all scales e^N(0,1), at the start and in the middle; and units at any ε."""
     model, analysis, x, y = problem(network, 1e-30)

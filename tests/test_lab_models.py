@@ -8,6 +8,8 @@ from torch import nn
 
 from gspace import analyze
 from gspace.lab.models import BLOCKS, MODELS, build_model, mlp, stage_ends
+from gspace.lab.optimizers import build_optimizer
+from gspace.lab.recipe import Recipe
 
 CIFAR = (3, 32, 32)
 
@@ -84,3 +86,20 @@ def test_chains_that_end_at_the_stages_leave_stem_and_head_alone() -> None:
 def test_networks_without_stages_have_no_ends() -> None:
     assert stage_ends(build_model("mlp", CIFAR, 10)) == ()
     assert stage_ends(build_model("cnn", CIFAR, 10)) == ()
+
+
+def test_a_recipe_takes_the_exact_rule_for_batch_norm() -> None:
+    """γ is the unit's fixed weight and stands still; the rows in front of it move."""
+    torch.manual_seed(0)
+    model = build_model("resnet-10", (1, 8, 8), 10, width=4)
+    recipe = Recipe(model="resnet-10", width=4, optimizer="gsgd", batch_norm="exact", iterations=1)
+    x = torch.randn(8, 1, 8, 8)
+    optimizer = build_optimizer(model, recipe, 0.1, x)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(x).square().mean().backward()
+    optimizer.step()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    norms = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    rows = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    assert rows <= moved
+    assert len(norms - moved) > 0

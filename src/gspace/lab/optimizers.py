@@ -59,7 +59,9 @@ def _sgd_frozen(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -
 def _gsgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
     bounds = {"reference": recipe.reference, "max_ratio": recipe.max_ratio, "max_drift": recipe.max_drift}
     given: dict[str, Any] = {name: value for name, value in bounds.items() if value is not None}
-    rules: dict[str, Any] = {"batch_norm": recipe.batch_norm, "allocation": recipe.allocation}
+    rules: dict[str, Any] = {"batch_norm": recipe.batch_norm}
+    if recipe.allocation != "fixed":
+        rules["allocation"] = recipe.allocation
     optimizer = GSGD(model, rate, **_momentum(recipe), **rules, **symmetry(model, recipe), **given)
     optimizer.rechoose()  # in the first weights, before a CUDA graph is captured
     return optimizer

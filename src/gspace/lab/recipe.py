@@ -53,7 +53,7 @@ class Recipe:
     init: str = _field(
         "default", "initial weights: the network's own, with skeleton weights ±1, or another start", INITS
     )
-    batch_norm: str = _field("released", "G-SGD's rule for BatchNorm", ("released", "paper"))
+    batch_norm: str = _field("released", "G-SGD's rule for BatchNorm", ("released", "paper", "exact"))
     allocation: str = _field("fixed", "where G-SGD puts the change of a path", ("fixed", "spread"))
     residual: str = _field("pin", "units of residual streams", ("pin", "tie"))
     pin: str = _field("none", "where chains of units end besides", PINS)
