@@ -73,7 +73,7 @@ class Follow(TorchDispatchMode):
         untrained: Nodes that embeddings write whose row of padding is never trained.
         norms: BatchNorms, in the order of the run.
         statistics: Running statistics by storage: nodes and power of their scale.
-        read: Storages of parameters in the order of their use, with the positions of first and last use.
+        positions: First and last use of the parameters, in the order of the run.
         branches: How many branches depended on chance.
         parameters: Names of parameters by storage.
         passed: What nodes went through, by the names of `PASSES`.
@@ -233,9 +233,7 @@ class Follow(TorchDispatchMode):
     # The run ----------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # nodes are on the CPU, whatever the default device, and nobody's business
+        with torch._C.DisableTorchFunction():  # nodes are on the CPU, whatever the default device
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
