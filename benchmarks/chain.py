@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from gspace import GSGD
-from gspace.coordinates import Coordinates, coordinates, off_skeleton
 from gspace.lab.data import load
 from gspace.lab.learners import initial_model, loss_and_errors
 from gspace.lab.optimizers import build_optimizer, symmetry
@@ -40,8 +39,9 @@ from gspace.lab.record import environment
 from gspace.lab.seeds import derive
 from gspace.lab.settings import G_SGD, HELD, cifar
 from gspace.lab.transform import Feed, epoch_rows, feed
-from gspace.reference import products
-from gspace.step import row_norms
+from gspace.optim.coordinates import Coordinates, coordinates, off_skeleton
+from gspace.optim.reference import products
+from gspace.optim.step import row_norms
 
 ITERATIONS = 200
 LOOKS = (0, 1, 2, 5, 10, 14, 20, 50, 100, 150, 199)

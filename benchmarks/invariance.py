@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import gspace
-from gspace.baselines import PathSGD
-from gspace.diagnostics import InvarianceGap, invariance_gap
 from gspace.lab import data, models
+from gspace.measure.diagnostics import InvarianceGap, invariance_gap
+from gspace.optim.baselines import PathSGD
 
 BATCH = 64
 

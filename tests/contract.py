@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import Optimizer
 
 import gspace
-from gspace.baselines import FrozenSkeletonSGD, PathSGD
+from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD
 
 Batches = list[tuple[Tensor, Tensor]]
 

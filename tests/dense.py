@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import gspace
 import zoo
-from gspace.paths import Basis, Update, Wiring, as_function, basis_paths, wire
-from gspace.skeleton import build_skeleton
+from gspace.optim.skeleton import build_skeleton
+from gspace.paths.explicit import Basis, Update, Wiring, as_function, basis_paths, wire
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import gspace
 import zoo
 from cases import CASES
-from gspace.baselines import FrozenSkeletonSGD, PathSGD, path_kappa
-from gspace.diagnostics import invariance_gap
-from gspace.pathsum import PathError, path_graph
-from gspace.skeleton import init_skeleton_
+from gspace.measure.diagnostics import invariance_gap
+from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD, path_kappa
+from gspace.optim.skeleton import init_skeleton_
+from gspace.paths.pathsum import PathError, path_graph
 from invariance import build, draw_inputs, randomize_
 from parts import Net
 from test_norms import small

@@ -14,11 +14,11 @@ import dense
 import gspace
 import zoo
 from cases import CASES
-from gspace.baselines import PathSGD
-from gspace.coordinates import coordinates
-from gspace.diagnostics import RatioStatistics, balancedness, compare_invariance, distance, invariance_gap
-from gspace.flatness import psi_flatness
-from gspace.paths import inverse_chain_rule, odot
+from gspace.measure.diagnostics import RatioStatistics, balancedness, compare_invariance, distance, invariance_gap
+from gspace.measure.flatness import psi_flatness
+from gspace.optim.baselines import PathSGD
+from gspace.optim.coordinates import coordinates
+from gspace.paths.explicit import inverse_chain_rule, odot
 from invariance import analyze, build, draw_inputs, randomize_
 
 CASES_BY_NAME = {case.name: case for case in CASES}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import gspace
 import zoo
-from gspace import exact
+from gspace.optim import exact
 from turns import turns
 
 Make = Callable[[nn.Module], Any]

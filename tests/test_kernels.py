@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import gspace
 import zoo
 from cases import CASES, Case, slow_above
-from gspace import fast
-from gspace.fast import native
-from gspace.fast.tables import Tile, as_matrix
+from gspace.optim import fast
+from gspace.optim.fast import native
+from gspace.optim.fast.tables import Tile, as_matrix
 from invariance import draw_inputs
 from turns import turns
 
@@ -35,7 +35,7 @@ def refusal(module: Any, optimizer: gspace.GSGD, *more: Any) -> str | None:
 def triton_way(optimizer: gspace.GSGD, tile: Tile = SMALL) -> None:
     """Binds the kernels, on a CPU in the interpreter."""
     pytest.importorskip("triton")
-    from gspace.fast import launch
+    from gspace.optim.fast import launch
 
     reason = refusal(launch, optimizer, tile)
     assert reason is None, reason
@@ -502,7 +502,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 def test_recorded_launches_notice_what_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the third step on a GPU gets the calls of the second again; without one the interpreter is made to."""
     pytest.importorskip("triton")
-    from gspace.fast import kernels, launch
+    from gspace.optim.fast import kernels, launch
 
     def remembered(self: Any, kernel: str, programs: int, tensors: tuple[Any, ...], **options: Any) -> None:
         def call() -> None:
@@ -541,7 +541,7 @@ def test_recorded_launches_notice_what_changes(name: str, monkeypatch: pytest.Mo
 
 def test_rates_that_only_the_device_knows_are_told_from_zero() -> None:
     pytest.importorskip("triton")
-    from gspace.fast import launch, network
+    from gspace.optim.fast import launch, network
 
     cpu, elsewhere = torch.device("cpu"), torch.tensor(0.1, device="meta")
     assert launch._rate(0.0, cpu) == launch._rate(torch.tensor(0.1), cpu) == 0
@@ -580,7 +580,7 @@ def test_weights_that_lie_otherwise_at_the_same_address_are_found() -> None:
 
 @pytest.mark.gpu
 def test_a_rate_on_the_device_takes_late_and_sparse_gradients() -> None:
-    from gspace.optim import plain_sgd
+    from gspace.optim.gsgd import plain_sgd
 
     a, b, table = (torch.ones(4, 2, device="cuda") for _ in range(3))
     group = dict.fromkeys(("foreach", "fused")) | {"lr": torch.tensor(0.1, device="cuda"), "momentum": 0.9}
@@ -657,7 +657,7 @@ def test_launches_do_not_depend_on_depth(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: int
 ) -> None:
     pytest.importorskip("triton")
-    from gspace.fast import launch
+    from gspace.optim.fast import launch
 
     launches: list[str] = []
     for name in ("walk_pass", "flow_pass", "fold_pass", "roots_pass", "units_pass", "update_pass"):

@@ -9,8 +9,8 @@ from torch import nn
 from gspace import analyze, init_skeleton_
 from gspace.lab.examples import mlp, residual
 from gspace.lab.wiring import Drawing, arrange, basis_path
-from gspace.paths import basis_paths
-from gspace.skeleton import Skeleton, build_skeleton
+from gspace.optim.skeleton import Skeleton, build_skeleton
+from gspace.paths.explicit import basis_paths
 
 
 def drawn(model: nn.Module, **options: str) -> tuple[Drawing, Skeleton]:

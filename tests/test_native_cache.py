@@ -13,7 +13,7 @@ import torch
 
 import gspace
 import zoo
-from gspace.fast import native
+from gspace.optim.fast import native
 
 needs_compiler = pytest.mark.skipif(
     isinstance(native._attempt("float"), str), reason="there is no C compiler that builds the step"
@@ -136,7 +136,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_many_processes_build_one_library(tmp_path: Path) -> None:
-    code = "from gspace.fast import native; native.library('float')"
+    code = "from gspace.optim.fast import native; native.library('float')"
     path = str(Path(gspace.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     running = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]

@@ -17,11 +17,11 @@ import gspace
 import zoo
 from cases import CASES, Case, slow_above
 from gspace.analysis.operations import TABLE
-from gspace.coordinates import coordinates, displaced, path_values, unflatten
-from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
-from gspace.optim import GSGD
-from gspace.paths import odot
-from gspace.pathsum import PathError, path_graph
+from gspace.optim.coordinates import coordinates, displaced, path_values, unflatten
+from gspace.optim.gsgd import GSGD
+from gspace.paths.explicit import odot
+from gspace.paths.norms import BasisPathPenalty, basis_path_norm, path_norm
+from gspace.paths.pathsum import PathError, path_graph
 from invariance import build, draw_inputs, randomize_
 from parts import Net
 from unrolled import SMALL, Small, enumerated
@@ -222,7 +222,7 @@ def test_numbers_and_logarithms_give_the_same_sum(monkeypatch: pytest.MonkeyPatc
     graph = path_graph(model, torch.zeros(2, 4, 5, 5))
     found = []
     for large in (4, 0):
-        monkeypatch.setattr("gspace.pathsum.LARGE", large)
+        monkeypatch.setattr("gspace.paths.pathsum.LARGE", large)
         logs = [path_norm(model, p, graph=graph).log for p in (1, 2, 3)]
         found.append([*logs, *torch.autograd.grad(logs[1], list(model.parameters()))])
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-14)

@@ -22,7 +22,7 @@ from contract import (
     train,
     values,
 )
-from gspace.step import layers_of, path_values
+from gspace.optim.step import layers_of, path_values
 
 
 @kinds

@@ -315,7 +315,7 @@ def test_a_state_leaves_what_is_frozen_here_alone(kind: Kind) -> None:
     assert second.skeleton.H == first.skeleton.H - 4
 
 
-@pytest.mark.parametrize("make", [gspace.GSGD, gspace.baselines.FrozenSkeletonSGD], ids=["GSGD", "FrozenSkeletonSGD"])
+@pytest.mark.parametrize("make", [gspace.GSGD, gspace.FrozenSkeletonSGD], ids=["GSGD", "FrozenSkeletonSGD"])
 def test_an_analysis_and_options_for_one_are_not_both_taken(make: Any) -> None:
     model = chain()
     found = gspace.analyze(model)

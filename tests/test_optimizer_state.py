@@ -21,8 +21,8 @@ import contract
 import dense
 import gspace
 from contract import KINDS, Kind, Net, assert_same, batches, gspace_kinds, kinds, moved, train, values
-from gspace import choice
-from gspace.skeleton import Skeleton
+from gspace.optim import choice
+from gspace.optim.skeleton import Skeleton
 
 # Files ----------------------------------------------------------------------------------------------------------------
 

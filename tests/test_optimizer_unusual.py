@@ -585,7 +585,7 @@ def test_a_state_of_other_kernel_sizes_is_refused() -> None:
     def net(k: int) -> nn.Module:
         return nn.Sequential(nn.Conv2d(1, 4, k), nn.ReLU(), nn.Conv2d(4, 4, k), nn.ReLU(), nn.Conv2d(4, 2, k))
 
-    for make in (gspace.GSGD, gspace.baselines.FrozenSkeletonSGD):
+    for make in (gspace.GSGD, gspace.FrozenSkeletonSGD):
         for mine, other in ((1, 3), (3, 1)):
             optimizer, foreign = make(net(mine), 0.1), make(net(other), 0.1)
             foreign.rechoose()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gspace
 import zoo
 from contract import Batches, Kind, Net, assert_same, backward, batches, chain, gspace_kinds, kinds, train, values
-from gspace import step
+from gspace.optim import step
 
 LR, MOMENTUM = 0.05, 0.9
 FREE: dict[str, Any] = {"max_ratio": math.inf, "max_drift": math.inf}

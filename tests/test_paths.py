@@ -14,8 +14,8 @@ import gspace
 import zoo
 from dense import BY_NAME, SMALL, Explicit, OnPaths, Small, explicit, scaled, sgd
 from gspace import paths as P
-from gspace import statements as S
-from gspace.skeleton import build_skeleton, path_products, skeleton_values
+from gspace.optim.skeleton import build_skeleton, path_products, skeleton_values
+from gspace.paths import statements as S
 from turns import turns
 
 STEP = {"rtol": 1e-10, "atol": 1e-13}
@@ -26,7 +26,7 @@ networks = pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 
 
 def test_the_papers_figure_1() -> None:
-    assert doctest.testmod(P) == doctest.TestResults(failed=0, attempted=6)
+    assert doctest.testmod(P.explicit) == doctest.TestResults(failed=0, attempted=6)
 
 
 @networks

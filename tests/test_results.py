@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import gspace
-from gspace.coordinates import coordinates, off_skeleton
+from gspace.optim.coordinates import coordinates, off_skeleton
 
 pytest.importorskip("matplotlib")
 

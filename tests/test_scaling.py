@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gspace
 from cases import CASES, Case, slow_above
-from gspace import balance
+from gspace.group import balance
 from invariance import analyze, build, draw_inputs, outputs, relative_change
 from test_zoo import BY_NAME, analysis
 from zoo import mlp

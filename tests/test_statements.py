@@ -8,7 +8,7 @@ import gspace
 import zoo
 from dense import BY_NAME, SMALL, Explicit, Small, explicit, scaled
 from gspace import paths as P
-from gspace import statements as S
+from gspace.paths import statements as S
 
 networks = pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 mlps = pytest.mark.parametrize("name", ["mlp", "mlp-wide", "mlp-bias"])

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import dense
 import gspace
-from gspace.balance import balanced_log_scales
-from gspace.paths import Basis, autograd_step, dense_step, reference_values, skeleton_products
+from gspace.group.balance import balanced_log_scales
+from gspace.paths.explicit import Basis, autograd_step, dense_step, reference_values, skeleton_products
 from turns import turns
 
 INF = float("inf")

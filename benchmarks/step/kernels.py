@@ -8,7 +8,7 @@ import gspace
 from benchmarks.step.networks import NETWORKS
 from benchmarks.step.sections import Setting
 from benchmarks.step.timing import Time, built, by_device, captured, interleave, rows, with_gradients
-from gspace.fast.tables import Tile
+from gspace.optim.fast.tables import Tile
 
 
 def kernels(setting: Setting) -> Iterator[list[Time]]:
@@ -46,7 +46,7 @@ TILES = (
 
 def tiles(setting: Setting) -> Iterator[list[Time]]:
     """GSGD's step with other tiles, as CUDA graphs."""
-    from gspace.fast import launch
+    from gspace.optim.fast import launch
 
     for name in ("plain-34", "mlp-100M"):
         calls: dict[str, Callable[[], object]] = {}

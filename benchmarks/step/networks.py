@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gspace
-from gspace.baselines import PathSGD
 from gspace.lab.models import build_model, mlp
+from gspace.optim.baselines import PathSGD
 
 
 class Bottleneck(nn.Module):

@@ -2,17 +2,17 @@
 
 from gspace import paths
 from gspace.analysis import Analysis, Edges, Pin, TraceError, UnitGroup, analyze
-from gspace.baselines import FrozenSkeletonSGD, PathSGD
-from gspace.diagnostics import RatioStatistics, balancedness, compare_invariance, distance, invariance_gap
-from gspace.equivalence import Equivalence, are_equivalent
-from gspace.flatness import psi_flatness
-from gspace.inner import InGSpace
-from gspace.norms import BasisPathPenalty, basis_path_norm, path_norm
-from gspace.optim import GSGD
-from gspace.pathsum import PathError
+from gspace.group.equivalence import Equivalence, are_equivalent
+from gspace.group.scaling import Scales, balance_, random_scales, rescale_
+from gspace.measure.diagnostics import RatioStatistics, balancedness, compare_invariance, distance, invariance_gap
+from gspace.measure.flatness import psi_flatness
+from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD
+from gspace.optim.gsgd import GSGD
+from gspace.optim.inner import InGSpace
+from gspace.optim.skeleton import Skeleton, build_skeleton, init_skeleton_
+from gspace.paths.norms import BasisPathPenalty, basis_path_norm, path_norm
+from gspace.paths.pathsum import PathError
 from gspace.quantization import Mapping, check_mappings, equalize_, mappings, smooth_
-from gspace.scaling import Scales, balance_, random_scales, rescale_
-from gspace.skeleton import Skeleton, build_skeleton, init_skeleton_
 
 __version__ = "0.1.0"
 

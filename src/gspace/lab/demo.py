@@ -15,7 +15,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import gspace
-from gspace.diagnostics import invariance_gap
 from gspace.lab.archive import read_records
 from gspace.lab.data import load
 from gspace.lab.display import board
@@ -33,6 +32,7 @@ from gspace.lab.tabulate import MEASURES, Found, outcome, write
 from gspace.lab.train import Session
 from gspace.lab.transform import Feed, epoch_rows, feed
 from gspace.lab.verify import largest_changes
+from gspace.measure.diagnostics import invariance_gap
 
 MLP = Recipe(data="digits", model="mlp", hidden=(32, 32), lr=0.1, batch_size=32, epochs=15.0, eval_every=44)
 CNN = MLP.but(model="cnn", width=8, epochs=5.0, eval_every=22)

@@ -14,7 +14,7 @@ from gspace.lab.analyze import add_model, analyzed
 from gspace.lab.errors import LabError, RecordError
 from gspace.lab.figures import COLOURS, STYLE, save
 from gspace.lab.wiring import Drawing, Kind, Line, arrange, basis_path
-from gspace.skeleton import Skeleton, build_skeleton
+from gspace.optim.skeleton import Skeleton, build_skeleton
 
 MOST = 4_000  # lines; beyond, a drawing shows nothing
 FORMATS = (".svg", ".png")

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gspace import GSGD, init_skeleton_
-from gspace.baselines import FrozenSkeletonSGD, PathSGD
 from gspace.lab.errors import RecipeError
 from gspace.lab.models import stage_ends
 from gspace.lab.seeds import generator
+from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD
 
 if TYPE_CHECKING:
     from gspace.lab.recipe import Recipe

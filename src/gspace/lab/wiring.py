@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Edges
-from gspace.skeleton import Skeleton
+from gspace.optim.skeleton import Skeleton
 
 Node = tuple[str, int, int]
 """("unit", 0, u), or ("start" | "end", k, i): input or output i of the k-th weight, where it is ground."""

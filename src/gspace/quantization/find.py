@@ -15,8 +15,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from gspace.analysis import Analysis, Edges, Inputs, analyzed, unwrap
 from gspace.analysis.assemble import membership
-from gspace.arguments import require_seen
 from gspace.devices import on_cpu
+from gspace.optim.arguments import require_seen
 from gspace.quantization.mapping import Hook, Mapping, Mappings, Side
 
 KINDS = ("attention", "gate", "relu")  # what a scale goes through, the first that applies

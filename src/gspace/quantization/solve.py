@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Inputs, TraceError, analyze, analyzed, unwrap
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
-from gspace.arguments import require_one_of, require_values
+from gspace.group.scaling import Scales, rescale_
+from gspace.optim.arguments import require_one_of, require_values
 from gspace.quantization.find import channel_dim, layer
 from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, Side
-from gspace.scaling import Scales, rescale_
 
 By = Literal["max-abs", "l2"]
 SWEEPS = 500  # at most

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gspace.paths import (
+from gspace.paths.explicit import (
     Basis,
     Path,
     Wiring,

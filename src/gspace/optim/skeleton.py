@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges, analyzed, magnitude
-from gspace.balance import balanced_log_scales
 from gspace.devices import on_cpu
+from gspace.group.balance import balanced_log_scales
 
 Choice = Literal["aligned", "pivoted"]
 Side = Literal["head", "tail"]

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gspace.analysis import Analysis
-from gspace.choice import Chosen, require_finite
 from gspace.devices import on_cpu
-from gspace.skeleton import NOT_TRAINED, Picked, by_edge, connected, largest_writers, skeleton_of, trained_units
-from gspace.step import Layer, Plan, path_values
+from gspace.optim.choice import Chosen, require_finite
+from gspace.optim.skeleton import NOT_TRAINED, Picked, by_edge, connected, largest_writers, skeleton_of, trained_units
+from gspace.optim.step import Layer, Plan, path_values
 
 Masks = Mapping[str, Tensor]
 SHARED = "rows before a norm share their scale with other weights"

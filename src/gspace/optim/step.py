@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gspace.analysis import Edges
 from gspace.devices import on_cpu
-from gspace.skeleton import Skeleton, by_edge
+from gspace.optim.skeleton import Skeleton, by_edge
 
 Number = float | Tensor
 BatchNormRule = Literal["released", "paper", "exact"]

@@ -26,9 +26,9 @@ try:
 except ImportError:  # Windows: every process may build for itself
     fcntl = None  # type: ignore[assignment]
 
-from gspace.fast.network import Given, Network, Outcome, Task, addresses, depths, hyper_parameters
-from gspace.fast.network import refusal as table_refusal
-from gspace.fast.tables import LAYOUT, Tile
+from gspace.optim.fast.network import Given, Network, Outcome, Task, addresses, depths, hyper_parameters
+from gspace.optim.fast.network import refusal as table_refusal
+from gspace.optim.fast.tables import LAYOUT, Tile
 
 REAL = {torch.float32: "float", torch.float64: "double"}
 # Rows of the part of a large weight that one core works on at a time, and columns.
@@ -109,7 +109,7 @@ def _attempt(real: str) -> ctypes.CDLL | str:
 
 
 def _found_or_built(real: str, compiler: str) -> ctypes.CDLL:
-    source = _layout() + resources.files("gspace.fast").joinpath("kernels.c").read_text()
+    source = _layout() + resources.files("gspace.optim.fast").joinpath("kernels.c").read_text()
     key = hashlib.sha256("\0".join([source, real, compiler, _processor(), *FLAGS]).encode()).hexdigest()[:16]
     folder = _cache()
     if folder is not None:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace import choice
 from gspace.analysis import Analysis, Inputs, Residual, analyzed
-from gspace.arguments import analyze_options, require_model, require_numbers, require_own
-from gspace.held import Held, State, load_whole, portable, require_finite_gradients
-from gspace.hooks import loss_of
-from gspace.optim import plain_sgd
-from gspace.pathsum import as_input_of, path_graph, path_kappa
-from gspace.skeleton import Skeleton
-from gspace.step import Number, layers_of
+from gspace.optim import choice
+from gspace.optim.arguments import analyze_options, require_model, require_numbers, require_own
+from gspace.optim.gsgd import plain_sgd
+from gspace.optim.held import Held, State, load_whole, portable, require_finite_gradients
+from gspace.optim.hooks import loss_of
+from gspace.optim.skeleton import Skeleton
+from gspace.optim.step import Number, layers_of
+from gspace.paths.pathsum import as_input_of, path_graph, path_kappa
 
 
 class PathSGD(Optimizer):

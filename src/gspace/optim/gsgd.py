@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from gspace import fast
 from gspace.analysis import Analysis, Inputs, Residual
-from gspace.arguments import number
-from gspace.base import Built, GSpaceOptimizer, capturing
-from gspace.eager import Allocation, wide
-from gspace.fast.network import Network, Outcome, Task
-from gspace.fast.tables import Tile
-from gspace.held import portable, require_finite_gradients
-from gspace.reference import Reference
-from gspace.step import BatchNormRule, Number
+from gspace.optim import fast
+from gspace.optim.arguments import number
+from gspace.optim.base import Built, GSpaceOptimizer, capturing
+from gspace.optim.eager import Allocation, wide
+from gspace.optim.fast.network import Network, Outcome, Task
+from gspace.optim.fast.tables import Tile
+from gspace.optim.held import portable, require_finite_gradients
+from gspace.optim.reference import Reference
+from gspace.optim.step import BatchNormRule, Number
 
 
 class GSGD(GSpaceOptimizer):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace import choice, eager, exact
 from gspace.analysis import Analysis, Inputs, Residual, analyzed
-from gspace.arguments import (
+from gspace.optim import choice, eager, exact
+from gspace.optim.arguments import (
     analyze_options,
     guards,
     require_model,
@@ -29,13 +29,13 @@ from gspace.arguments import (
     warn_of_no_units,
     warn_of_thawed,
 )
-from gspace.choice import KEY, Chosen
-from gspace.eager import Allocation, Coordinates, Rules, wide
-from gspace.held import Held, State, load_whole, portable, require_finite_gradients
-from gspace.hooks import hooked, loss_of
-from gspace.reference import Reference
-from gspace.skeleton import Skeleton
-from gspace.step import BatchNormRule, Plan, measure, plan
+from gspace.optim.choice import KEY, Chosen
+from gspace.optim.eager import Allocation, Coordinates, Rules, wide
+from gspace.optim.held import Held, State, load_whole, portable, require_finite_gradients
+from gspace.optim.hooks import hooked, loss_of
+from gspace.optim.reference import Reference
+from gspace.optim.skeleton import Skeleton
+from gspace.optim.step import BatchNormRule, Plan, measure, plan
 
 _OF_GROUPS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 _LOOKS = attrgetter("requires_grad", "device", "dtype")

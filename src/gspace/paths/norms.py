@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Inputs
-from gspace.coordinates import Coordinates, PathValues, coordinates, path_values
-from gspace.pathsum import PathGraph, path_graph
-from gspace.reference import Reference
+from gspace.optim.coordinates import Coordinates, PathValues, coordinates, path_values
+from gspace.optim.reference import Reference
+from gspace.paths.pathsum import PathGraph, path_graph
 
 Mode = Literal["released", "sup"]
 

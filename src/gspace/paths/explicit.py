@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gspace.analysis import Edges
 from gspace.devices import on_cpu
-from gspace.skeleton import Skeleton
+from gspace.optim.skeleton import Skeleton
 
 Step = tuple[int, int]  # index into the edges, flat index into that parameter
 Path = tuple[Step, ...]

@@ -25,7 +25,7 @@ from contextlib import suppress
 import triton
 import triton.language as tl
 
-from gspace.fast.tables import FEW, LAYOUT, MORE
+from gspace.optim.fast.tables import FEW, LAYOUT, MORE
 
 with suppress(ImportError):  # before Triton 3.4, where no launch is EARLY
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

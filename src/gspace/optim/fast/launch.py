@@ -17,9 +17,9 @@ import torch
 import triton
 from torch import Tensor
 
-from gspace.fast import kernels, network
-from gspace.fast.network import Given, Network, Outcome, Task, addresses, depths, hyper_parameters
-from gspace.fast.tables import Tile
+from gspace.optim.fast import kernels, network
+from gspace.optim.fast.network import Given, Network, Outcome, Task, addresses, depths, hyper_parameters
+from gspace.optim.fast.tables import Tile
 
 FOLD, DEPTH, ROOTS, UNITS = 32, 64, 16, 256  # items of one program of the small passes, and sums it reads at a time
 WALK = 16  # steps that one pass takes

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gspace.analysis import Analysis, Inputs, Residual
-from gspace.base import Built, GSpaceOptimizer
-from gspace.choice import KEY
-from gspace.eager import Allocation, wide
-from gspace.held import portable
-from gspace.hooks import step_within
-from gspace.reference import Reference
-from gspace.step import BatchNormRule
+from gspace.optim.base import Built, GSpaceOptimizer
+from gspace.optim.choice import KEY
+from gspace.optim.eager import Allocation, wide
+from gspace.optim.held import portable
+from gspace.optim.hooks import step_within
+from gspace.optim.reference import Reference
+from gspace.optim.step import BatchNormRule
 
 _OWN = ("params", "param_names")  # of a group, and nobody else's
 

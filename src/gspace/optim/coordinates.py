@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges, analyzed
 from gspace.analysis.result import plain
-from gspace.arguments import require_one_of
 from gspace.devices import on_cpu
-from gspace.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
-from gspace.skeleton import Skeleton, build_skeleton, connected
-from gspace.step import Layer, allocate_skeleton, allocate_weights, layers_of
+from gspace.optim.arguments import require_one_of
+from gspace.optim.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
+from gspace.optim.skeleton import Skeleton, build_skeleton, connected
+from gspace.optim.step import Layer, allocate_skeleton, allocate_weights, layers_of
 
 View = Literal["transparent", "exact"]
 

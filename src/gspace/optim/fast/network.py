@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gspace.devices import on_cpu
-from gspace.fast.tables import RECORD, Builder, Tables, Tile, as_matrix
-from gspace.step import BatchNormRule, Plan
+from gspace.optim.fast.tables import RECORD, Builder, Tables, Tile, as_matrix
+from gspace.optim.step import BatchNormRule, Plan
 
 Groups = Sequence[Mapping[str, Any]]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, analyzed
-from gspace.arguments import require_seen, require_values
-from gspace.balance import balanced_log_scales, conjugate_gradients, squares
 from gspace.devices import on_cpu
+from gspace.group.balance import balanced_log_scales, conjugate_gradients, squares
+from gspace.optim.arguments import require_seen, require_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
     """Moves `model` to the representative of its orbit with ‖incoming‖ = ‖outgoing‖ at every unit; returns the scales.
 
     It is unique where every unit lies on a path of non-zero weights from ground to ground; other units keep their
-    scale (`gspace.balance`). The function does not change.
+    scale (`gspace.group.balance`). The function does not change.
     """
     require_values(model)
     found = analyzed(model, analysis, options)

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gspace import step
-from gspace.step import BatchNormRule, Plan
+from gspace.optim import step
+from gspace.optim.step import BatchNormRule, Plan
 
 Allocation = Literal["fixed", "spread"]
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gspace.coordinates import Coordinates, coordinates, displaced, path_values, unflatten
+from gspace.optim.coordinates import Coordinates, coordinates, displaced, path_values, unflatten
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges
 from gspace.devices import on_cpu
-from gspace.reference import Reference, choose_skeleton, entry_references
-from gspace.skeleton import Picked, Skeleton, by_edge, skeleton_of, trained_units
+from gspace.optim.reference import Reference, choose_skeleton, entry_references
+from gspace.optim.skeleton import Picked, Skeleton, by_edge, skeleton_of, trained_units
 
 KEY = "skeleton"  # in the state of a parameter
 FINAL, PROVISIONAL = 2, 1

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis
-from gspace.balance import balanced_log_scales
 from gspace.devices import on_cpu
-from gspace.skeleton import Choice, Skeleton, build_skeleton, connected, path_products, skeleton_values
+from gspace.group.balance import balanced_log_scales
+from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, connected, path_products, skeleton_values
 
 Reference = Literal["one", "balanced"]
 Products = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges, analyzed, magnitude
 from gspace.devices import on_cpu
-from gspace.scaling import Scales, balanced
+from gspace.group.scaling import Scales, balanced
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspace.step import BatchNormRule, Layer, Plan
+from gspace.optim.step import BatchNormRule, Layer, Plan
 
 LAYOUT = {
     "RECORD": (

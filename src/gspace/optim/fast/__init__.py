@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gspace.fast import native
-from gspace.fast.network import Given, Groups, Network, Outcome, Task, addresses, is_dense
-from gspace.fast.tables import Tile
+from gspace.optim.fast import native
+from gspace.optim.fast.network import Given, Groups, Network, Outcome, Task, addresses, is_dense
+from gspace.optim.fast.tables import Tile
 
 _GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
 
@@ -55,7 +55,7 @@ def _triton(task: Task, outside: Rest) -> "Bound | str":
         return "no parameter on a GPU touches a unit"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    from gspace.fast import launch
+    from gspace.optim.fast import launch
 
     return launch.refusal(task) or bind(task, outside, launch.FusedStep, Tile(), launch.FOLD)
 

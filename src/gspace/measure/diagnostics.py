@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, analyzed
-from gspace.balance import squares
-from gspace.coordinates import Coordinates, coordinates, path_values
-from gspace.scaling import Scales, random_scales, rescale_
+from gspace.group.balance import squares
+from gspace.group.scaling import Scales, random_scales, rescale_
+from gspace.optim.coordinates import Coordinates, coordinates, path_values
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Any, Any], Tensor]

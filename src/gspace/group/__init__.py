@@ -1,0 +1,1 @@
+"""The group of rescalings: scales and their laws (`scaling`), balancing (`balance`), telling copies (`equivalence`)."""

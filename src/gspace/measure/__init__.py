@@ -1,0 +1,1 @@
+"""What can be measured about a network modulo its scales: `diagnostics`, `flatness`."""
