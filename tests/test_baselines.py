@@ -15,9 +15,9 @@ import gspace
 import zoo
 from cases import CASES
 from gspace.measure.diagnostics import invariance_gap
-from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD, path_kappa
+from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD
 from gspace.optim.skeleton import init_skeleton_
-from gspace.paths.pathsum import PathError, path_graph
+from gspace.paths.pathsum import PathError, path_graph, path_kappa
 from invariance import build, draw_inputs, randomize_
 from parts import Net
 from test_norms import small

@@ -50,8 +50,6 @@ BAD_IN_GSPACE: dict[str, tuple[dict[str, Any], str]] = {
     "reference": ({"reference": "two"}, "reference must be one of None, 'one', 'balanced', got 'two'"),
     "batch_norm": ({"batch_norm": "none"}, "batch_norm must be one of 'released', 'paper'"),
     "allocation": ({"allocation": "even"}, "allocation must be one of 'fixed', 'spread'"),
-    "residual": ({"residual": "cut"}, "residual must be 'pin' or 'tie'"),
-    "pin": ({"pin": ["hiden"]}, "did you mean 'hidden'"),
     "max_ratio": ({"max_ratio": 0.9}, "max_ratio must be at least 1"),
     "max_drift": ({"max_drift": math.nan}, "max_drift must be at least 1"),
     "spread": ({"allocation": "spread", "max_ratio": math.inf}, "needs a finite max_ratio"),

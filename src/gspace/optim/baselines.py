@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace.analysis import Analysis, Inputs, Residual, analyzed
+from gspace.analysis import Analysis, Inputs, analyzed
 from gspace.optim import choice
-from gspace.optim.arguments import analyze_options, require_model, require_numbers, require_own
+from gspace.optim.arguments import given, require_model, require_numbers, require_own
 from gspace.optim.gsgd import plain_sgd
 from gspace.optim.held import Held, State, load_whole, portable, require_finite_gradients
-from gspace.optim.hooks import loss_of
+from gspace.optim.hooks import hooked, loss_of
 from gspace.optim.skeleton import Skeleton
 from gspace.optim.step import Number, layers_of
-from gspace.paths.pathsum import as_input_of, path_graph, path_kappa
+from gspace.paths.pathsum import as_input_of, kappa_factors, path_graph, product
+
+RATE = "inverse_kappa"  # in the state of a parameter: 1/κ, 0 where κ is
 
 
 class PathSGD(Optimizer):
@@ -91,7 +93,7 @@ class PathSGD(Optimizer):
         edges, slopes = {e.name for e in found.edges}, {id(p) for p in self.graph.slopes()}
         self._edges = [p for name, p in model.named_parameters() if name in edges and id(p) not in slopes]
         trained = self._trained()  # what cannot be summed is refused here, not at the first step
-        self._leave_out([p for p, k in zip(trained, path_kappa(self.graph, trained), strict=True) if k is None])
+        self._leave_out([p for p, k in zip(trained, kappa_factors(self.graph, trained), strict=True) if k is None])
 
     def __getstate__(self) -> dict[str, Any]:
         return portable(self)
@@ -115,8 +117,8 @@ class PathSGD(Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does, but κ keeps the precision it was saved in."""
-        load_whole(self, super().load_state_dict, state_dict, _require_steps, exact=("kappa",))
+        """As torch does, but 1/κ keeps the precision it was saved in."""
+        load_whole(self, super().load_state_dict, state_dict, _require_steps, exact=(RATE,))
 
     def _trained(self) -> list[Tensor]:
         """The edges of the network among the parameters."""
@@ -124,42 +126,43 @@ class PathSGD(Optimizer):
         mine = (p for group in self.param_groups for p in group["params"])
         return [p for p in mine if p.requires_grad and id(p) in edges]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _check(self) -> None:
+    def _prepare(self) -> None:
+        """Looks at model and gradients; 1/κ of every trained edge, wide enough for all of it; counts the step."""
         self._held.require_same(type(self).__name__)
         require_finite_gradients(self.model, (p for group in self.param_groups for p in group["params"]))
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # which step it is, is no part of a compiled step
-    def _refresh(self) -> None:
-        """κ of every edge that is trained, wide enough for all of it; counts the step."""
         stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
         trained = self._trained()
-        if stale or any("kappa" not in self.state[p] for p in trained):
-            found = list(zip(trained, path_kappa(self.graph, trained), strict=True))
-            self._leave_out([p for p, kappa in found if kappa is None])
-            for p, kappa in found:
-                if kappa is not None:
-                    self.state[p]["kappa"] = kappa
+        if stale or any(RATE not in self.state[p] for p in trained):
+            found = list(zip(trained, kappa_factors(self.graph, trained), strict=True))
+            self._leave_out([p for p, factors in found if factors is None])
+            for p, factors in found:
+                if factors is not None:
+                    rate = product(p.dtype, *map(_inverse, factors), out=self.state[p].get(RATE))
+                    self.state[p][RATE] = rate
         for group in self.param_groups:
             group["steps"] += 1
+
+    profile_hook_step = staticmethod(hooked)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
-        self._check()
-        self._refresh()
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(self._prepare)()  # which step it is, is no part of a compiled step
+        else:
+            self._prepare()
         for group in self.param_groups:
             self._step_group(group)
         return loss
 
     def _direction(self, p: Tensor, grad: Tensor) -> Tensor:
         """g/κ, 0 where κ is."""
-        kappa = self.state[p].get("kappa")
-        if kappa is None:
+        rate = self.state[p].get(RATE)
+        if rate is None:
             return grad
         if grad.is_sparse:
             raise RuntimeError("PathSGD does not support sparse gradients of weights on paths; use dense ones")
-        return torch.where(kappa > 0, grad / kappa, 0).to(p.dtype)
+        return (grad * rate).to(p.dtype)
 
     def _step_group(self, group: dict[str, Any]) -> None:
         active = [p for p in group["params"] if p.grad is not None]
@@ -167,6 +170,10 @@ class PathSGD(Optimizer):
             return
         directions = [self._direction(p, p.grad) for p in active]
         plain_sgd(group, self.state, active, directions)
+
+
+def _inverse(kappa: Tensor) -> Tensor:
+    return kappa.reciprocal().masked_fill_(kappa == 0, 0)
 
 
 def _require_steps(state: State) -> None:
@@ -183,7 +190,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     Args:
         model: The model, not its parameters.
         params: torch's parameter groups.
-        analysis, example_input, residual, pin: As for GSGD, which finds the same skeleton: aligned if the model is
+        analysis, example_input: As for GSGD, which finds the same skeleton: aligned if the model is
             on it, otherwise pivoted.
         lr, options: As in `torch.optim.SGD`.
     """
@@ -198,14 +205,12 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         params: Iterable[Any] | None = None,
         analysis: Analysis | None = None,
         example_input: Inputs | None = None,
-        residual: Residual = "pin",
-        pin: Iterable[str] = (),
         **options: Any,
     ) -> None:
         require_model(model)
         super().__init__(list(model.parameters()) if params is None else params, lr, **options)
         self.model, self._held = model, Held(model)
-        self.analysis = analyzed(model, analysis, analyze_options(example_input, residual, pin), "pin")
+        self.analysis = analyzed(model, analysis, given(example_input), "pin")
 
     def __getstate__(self) -> dict[str, Any]:
         return portable(self, "_free")

@@ -196,8 +196,16 @@ def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | 
     κ_e is the sum, over the paths through e, of the squared products of their other weights; a weight that occurs on a
     path several times (convolution, weight sharing) counts once per occurrence. None for a parameter on no path.
 
-    In a linear layer of one row, y = x·W + b, it is δ = ∂Σ/∂y for b and the outer product of x and δ for W. It is in
-    float32 where the parameter is and all of it fits, else in float64.
+    It is in float32 where the parameter is and all of it fits, else in float64.
+    """
+    factors = kappa_factors(graph, parameters)
+    return [None if f is None else product(p.dtype, *f) for p, f in zip(parameters, factors, strict=True)]
+
+
+def kappa_factors(graph: PathGraph, parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...] | None]:
+    """κ as a product of one or two tensors that broadcast, in float64.
+
+    In a linear layer of one row, y = x·W + b, it is δ = ∂Σ/∂y for b and the outer product of x and δ for W.
     """
     if not parameters:
         return []
@@ -213,16 +221,16 @@ def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | 
         found = torch.autograd.grad(total.values, at, allow_unused=True)
     delta = dict(zip([*watched, *(id(p) for p in parameters if id(p) not in rows)], found, strict=True))
 
-    def kappa(p: Tensor) -> Tensor | None:
+    def kappa(p: Tensor) -> tuple[Tensor, ...] | None:
         row = rows.get(id(p))
         if row is None:
-            return None if delta[id(p)] is None else _narrow(p.dtype, _scaled(delta[id(p)], total.exponent))
+            return None if delta[id(p)] is None else (_scaled(delta[id(p)], total.exponent),)
         x, y = values[graph.steps[row.register].inputs[0]], values[row.register]
         d = _scaled(_scaled(delta[row.register], total.exponent), None if y.exponent is None else -y.exponent)
         if row.place == 2:
-            return _narrow(p.dtype, d[0])
+            return (d[0],)
         h = _scaled(x.values.detach(), x.exponent)
-        return _narrow(p.dtype, d.t(), h) if row.turned else _narrow(p.dtype, h.t(), d)
+        return (d.t(), h) if row.turned else (h.t(), d)
 
     return [kappa(p) for p in parameters]
 
@@ -232,22 +240,27 @@ def _scaled(t: Any, exponent: Tensor | None) -> Tensor:
     return found
 
 
-def _narrow(dtype: torch.dtype, *factors: Tensor) -> Tensor:
-    """Their product, in float32 if all of it has its digits there. A GPU is not asked."""
+def product(dtype: torch.dtype, *factors: Tensor, out: Tensor | None = None) -> Tensor:
+    """Their product, in float32 if all of it has its digits there. A GPU is not asked.
+
+    Two are multiplied into `out` if that fits: new memory takes longer to come by than the product.
+    """
     if dtype != torch.float64 and factors[0].device.type == "cpu" and all(f.numel() for f in factors):
         least, most = zip(*map(_ends, factors), strict=True)
         limits = torch.finfo(torch.float32)
         if min(*least, math.prod(least)) >= limits.tiny and max(*most, math.prod(most)) <= limits.max:
             factors = tuple(f.float() for f in factors)
+    if len(factors) == 2 and out is not None and (out.dtype, out.device) == (factors[0].dtype, factors[0].device):
+        return torch.mul(*factors, out=out)
     return functools.reduce(torch.mul, factors)
 
 
 def _ends(t: Tensor) -> tuple[float, float]:
     """The least and the largest number; 1 stands for zeros."""
-    least, most = t.aminmax()
-    if not float(least) > 0:
-        least, most = torch.where(t > 0, t, 1).aminmax()
-    return float(least), float(most)
+    least, most = map(float, t.aminmax())
+    if not least > 0:
+        least, most = map(float, torch.where(t > 0, t, 1).aminmax())
+    return least, most
 
 
 @contextmanager
