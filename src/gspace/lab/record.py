@@ -33,7 +33,7 @@ import torch
 from gspace.lab.errors import RecordError, reason
 from gspace.lab.lock import locked
 from gspace.lab.recipe import Recipe
-from gspace.lab.schema import Line, check_curve, check_end, check_summary, parsed, sealed, unsealed
+from gspace.lab.schema import Line, check_curve, check_end, check_sessions, check_summary, parsed, sealed, unsealed
 
 RECIPE, ENVIRONMENT, METRICS, CHECKPOINT, SUMMARY, LOCK = (
     "recipe.json",
@@ -185,7 +185,7 @@ def read_run(folder: Path) -> Record:
         check_end(summary, curve)
     except ValueError as error:
         raise RecordError(f"{folder / METRICS} is not that of {SUMMARY}: {error}") from error
-    return Record(folder, recipe, tuple(_sessions(folder, recipe)), tuple(curve), summary)
+    return Record(folder, recipe, _sessions(folder, recipe), tuple(curve), summary)
 
 
 def environment(**options: Any) -> Line:
@@ -273,15 +273,12 @@ def _recipe(content: bytes) -> Recipe:
     return Recipe.from_dict(parsed(content))
 
 
-def _sessions(folder: Path, recipe: Recipe) -> list[Line]:
-    def parse(content: bytes) -> list[Line]:
+def _sessions(folder: Path, recipe: Recipe) -> tuple[Line, ...]:
+    def parse(content: bytes) -> tuple[Line, ...]:
         value = unsealed(parsed(content), recipe.identity)
-        sessions = value.get("sessions")
-        if len(value) != 1 or not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
-            raise ValueError("it is no list of sessions")
-        return sessions
+        return check_sessions(value.get("sessions"))
 
-    return _read(folder / ENVIRONMENT, parse) or []
+    return _read(folder / ENVIRONMENT, parse) or ()
 
 
 def _curve(folder: Path, recipe: Recipe) -> list[Line]:

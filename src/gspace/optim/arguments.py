@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from gspace.analysis import Analysis, Inputs, Residual
+from gspace.analysis import Analysis, Inputs, Residual, require_module
 
 
 def require_model(model: Any) -> None:
@@ -25,10 +25,17 @@ def require_model(model: Any) -> None:
             )
 
 
-def require_values(model: nn.Module) -> None:
+def require_values(model: Any) -> None:
+    require_module(model)
     for name, p in model.named_parameters():
         if p.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
+
+
+def require_finite(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if not bool(p.isfinite().all()):
+            raise ValueError(f"{name} is not finite: no skeleton can be chosen in such a network")
 
 
 def require_seen(analysis: Analysis) -> None:
