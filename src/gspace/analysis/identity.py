@@ -7,6 +7,7 @@ other objects hold, such as a configuration, is not looked at.
 
 import hashlib
 from collections.abc import Mapping
+from inspect import getattr_static
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -20,12 +21,12 @@ def modules_of(model: nn.Module) -> dict[str, str]:
     """A digest of each module by its name, in order."""
     forwards: dict[type, str] = {}
     found = {}
-    for name, m in model.named_modules(remove_duplicate=False):
+    for k, (name, m) in enumerate(model.named_modules(remove_duplicate=False)):
         kind = type(m)
         if kind not in forwards:
-            forwards[kind] = f"{kind.__qualname__} {_described(kind.forward, _DEPTH)}"
+            forwards[kind] = f"{kind.__qualname__} {_described(getattr_static(kind, 'forward', None), _DEPTH)}"
         settings = {k: v for k, v in vars(m).items() if k not in _OF_ALL}
-        text = f"{forwards[kind]} {list(m._modules)} {_described(settings, _DEPTH)}"
+        text = f"{k} {forwards[kind]} {_described(settings, _DEPTH)}"
         found[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return found
 
