@@ -76,6 +76,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "path_norm p": (lambda: gspace.path_norm(net(), None), ValueError, "p must be at least 1 and at most 16, got None"),
     "path_norm graph": (lambda: gspace.path_norm(net(), graph=3), TypeError, "graph is what path_graph returns"),
     "order": (lambda: gspace.basis_path_norm(net(), "2"), ValueError, "order must be at least 1, got '2'"),
+    "reference": (lambda: gspace.basis_path_norm(net(), reference="x"), ValueError, "reference must be one of"),
     "penalty": (lambda: gspace.BasisPathPenalty(None), ValueError, "weight must not be negative .* got None"),
     "penalty order": (lambda: gspace.BasisPathPenalty(0.1, order=[8]), ValueError, r"order lie between .* \[8\]"),
     "skeleton": (lambda: gspace.build_skeleton(net(), None), TypeError, "analysis is what gspace.analyze returns"),

@@ -30,9 +30,11 @@ def other_module(known: Mapping[str, str], model: nn.Module) -> str | None:
 
 
 def _tells(name: str, value: Any) -> bool:
+    if name in _OF_ALL or "checkpoint" in name:
+        return False
     if isinstance(value, tuple | list):
         return bool(value) and all(isinstance(part, str) for part in value)
-    return name not in _OF_ALL and "checkpoint" not in name and (isinstance(value, str) or callable(value))
+    return isinstance(value, str) or callable(value)
 
 
 def _said(value: Any) -> Any:
