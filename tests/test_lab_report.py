@@ -13,9 +13,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from gspace.lab import archive, cli
+from gspace.lab.cells import Cell, Method, Printed, Variant, best, jobs, seeds
 from gspace.lab.document import Document, Panel, Section, Series, Table, markdown, narrow
 from gspace.lab.errors import RecordError
-from gspace.lab.experiment import Cell, Method, Printed, Variant, best, jobs, seeds
 from gspace.lab.experiments import EXPERIMENTS, RATE
 from gspace.lab.figures import COLOURS, MANY, _panel
 from gspace.lab.page import page

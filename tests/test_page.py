@@ -136,5 +136,5 @@ def test_the_page_of_the_demo_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(demo, "NETWORKS", short)
     assert cli.main(["demo", "--out", str(tmp_path)]) == 0
     found = looked_at((tmp_path / "report" / "report.html").read_text(), tmp_path / "page.html")
-    assert found["images"] == found["shown"] == 1
+    assert found["images"] == found["shown"] == 2
     assert found["wide"] == 0

@@ -84,6 +84,13 @@ def test_links_lead_to_files_that_are_there(path: Path) -> None:
         assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
+def test_every_page_is_on_the_site() -> None:
+    listed = set(re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert pages <= listed, "mkdocs.yml lists the pages"
+    assert all((ROOT / name).exists() for name in listed - pages if not name.startswith(("index", "reference/")))
+
+
 def test_the_paper_is_cited_alike() -> None:
     """The citation file and the README name the same authors in the same order."""
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")

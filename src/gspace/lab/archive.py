@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspace.lab.cells import Scores
 from gspace.lab.errors import RecordError, reason
-from gspace.lab.experiment import Scores
 from gspace.lab.recipe import DEFAULTS, Recipe
 from gspace.lab.record import METRICS, RECIPE, Record, make_folder, read_run, write_atomic
 from gspace.lab.schema import (

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from filelock import FileLock, Timeout
 
-from gspace.lab.errors import RecordError, reason
-from gspace.lab.lock import locked
+from gspace.lab.errors import BusyError, RecordError, reason
 from gspace.lab.recipe import Recipe
 from gspace.lab.schema import Line, check_curve, check_end, check_sessions, check_summary, parsed, sealed, unsealed
 
@@ -138,11 +138,12 @@ def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
     folder = out / recipe.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = locked(folder / LOCK)
-        lock.__enter__()
+        lock = FileLock(folder / LOCK, timeout=0).acquire()
+    except Timeout as error:
+        raise BusyError(f"{folder} is in use by another process: wait for it or stop it") from error
     except OSError as error:
         raise RecordError(f"cannot write {folder}: {error.strerror or error}") from error
-    try:
+    with lock:
         run = Run(folder, recipe)
         for left in folder.glob("*.part"):  # by a process that was killed while it wrote
             left.unlink(missing_ok=True)
@@ -152,8 +153,6 @@ def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
         elif _read(path, _recipe) != recipe:
             raise RecordError(f"{path} is another recipe's: choose another folder for this run")
         yield run
-    finally:
-        lock.__exit__(None, None, None)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,7 @@ from itertools import combinations
 from pathlib import Path
 
 from gspace.lab.archive import collect, read_records, scores_of, short_recipe
-from gspace.lab.claims import claims
-from gspace.lab.cost import CPU, GPU, duration, estimate
-from gspace.lab.document import Document, Section, Table, code, markdown, names
-from gspace.lab.errors import RecordError
-from gspace.lab.experiment import (
+from gspace.lab.cells import (
     DATA_NAMES,
     LENGTHS,
     Cell,
@@ -32,6 +28,10 @@ from gspace.lab.experiment import (
     guessed,
     jobs,
 )
+from gspace.lab.claims import claims
+from gspace.lab.cost import CPU, GPU, duration, estimate
+from gspace.lab.document import Document, Section, Table, code, markdown, names
+from gspace.lab.errors import RecordError
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.figures import draw
 from gspace.lab.page import page

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.optim.optimizer import Optimizer
 
 from gspace.analysis import Analysis, Inputs, Residual, require_module
 
@@ -76,10 +77,12 @@ def number(value: Any) -> float:
         return float("nan")
 
 
-def require_own(parameters: Iterable[Tensor], model: nn.Module) -> None:
+def require_own_group(optimizer: Optimizer, model: nn.Module) -> None:
+    """The last group holds parameters of the model alone, or is taken away again."""
     mine = {id(p) for p in model.parameters()}
-    for p in parameters:
+    for p in optimizer.param_groups[-1]["params"]:
         if id(p) not in mine:
+            optimizer.param_groups.pop()
             raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from gspace.lab import options
 from gspace.lab.archive import short_recipe
 from gspace.lab.errors import RecipeError
-from gspace.lab.queue import Tally, conclude, read_queue, report, run_queue
 from gspace.lab.recipe import DEFAULTS
 from gspace.lab.record import read_summary
 from gspace.lab.schema import Line
+from gspace.lab.sweep import conclude, finished, read_queue, report, run_all, share
 from gspace.lab.train import train
 
 EXAMPLES = """examples:
@@ -39,10 +39,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_data(parser)
     options.add_recipe(parser)
     options.add_engine(parser)
+    options.add_sweep(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; 1 if a run failed, 4 if one is held by another process (0 in a queue, see queue.py)."""
+    """Trains; 1 if a run failed."""
     if args.queue:
         ignored = [name for name in (*DEFAULTS, "recipe", "seeds") if getattr(args, name) is not None]
         if ignored:
@@ -51,13 +52,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         one = options.recipe(args)
         recipes = [one.but(seed=seed) for seed in args.seeds] if args.seeds else [one]
+    recipes = share(recipes, args.slice) if args.slice else recipes
+    cluster, failed, before = options.cluster(args), 0, sum(finished(args.out, recipe) for recipe in recipes)
     options.prepare(recipes, args)
-    tally = Tally()
     with options.session(args, len(recipes)) as session, options.alone(args.json):
-        if len(recipes) == 1 and not args.queue:  # what goes wrong is then this command's error
+        if len(recipes) == 1 and not (args.queue or cluster):  # what goes wrong is then this command's error
             report(recipes[0], train(recipes[0], args.out, **vars(session)))
         else:
-            tally = run_queue(recipes, args.out, session, stack=args.stack)
+            failed = run_all(recipes, args.out, session, args.stack, cluster)
     if args.json:
         ended: list[Line] = [
             {"folder": str(folder), "recipe": short_recipe(recipe), "summary": read_summary(folder, recipe)}
@@ -66,4 +68,4 @@ def run(args: argparse.Namespace) -> int:
         ]
         print(json.dumps(ended, indent=1))
     with options.alone(args.json):
-        return conclude(tally, shared=args.queue is not None)
+        return conclude(len(recipes), before if len(recipes) > 1 or args.queue else 0, failed)
