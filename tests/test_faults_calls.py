@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # a call, what it raises, and what is said
     "state None": (lambda: _optimizer(None), ValueError, "this state is damaged: it is an object of NoneType"),
     "state {}": (lambda: _optimizer({}), ValueError, "this state is damaged"),
-    "path_norm p": (lambda: gspace.path_norm(net(), None), ValueError, "p must be finite and at least 1, got None"),
+    "path_norm p": (lambda: gspace.path_norm(net(), None), ValueError, "p must be at least 1 and at most 16, got None"),
     "path_norm graph": (lambda: gspace.path_norm(net(), graph=3), TypeError, "graph is what path_graph returns"),
     "order": (lambda: gspace.basis_path_norm(net(), "2"), ValueError, "order must be at least 1, got '2'"),
     "reference": (lambda: gspace.basis_path_norm(net(), reference="x"), ValueError, "reference must be one of"),
@@ -122,7 +122,7 @@ class Wired(nn.Module):
         self.order, self.activation = order, activation
 
     def forward(self, x: Tensor) -> Tensor:
-        for name in self.order() if callable(self.order) else self.order:
+        for name in self.order:
             x = self.activation(getattr(self, name)(x))
         return x
 
@@ -132,22 +132,12 @@ class Other(Wired):
         return self.a(torch.relu(self.b(torch.relu(self.c(x)))))
 
 
-def _ordered(text: str) -> Callable[[], str]:
-    return lambda: text
-
-
 SAME_NAMES: dict[str, tuple[nn.Module, nn.Module, str]] = {
     "a setting": (Wired("abc"), Wired("bca"), "the Wired itself"),
     "in a list": (Wired(["a", "b", "c"]), Wired(["a", "c", "b"]), "the Wired itself"),
     "another forward": (Wired("cba"), Other("cba"), "the Other itself"),
-    "a lambda": (Wired(lambda: "abc"), Wired(lambda: "bca"), "the Wired itself"),
-    "a closure": (Wired(_ordered("abc")), Wired(_ordered("cab")), "the Wired itself"),
     "a function": (Wired("abc"), Wired("abc", torch.tanh), "the Wired itself"),
     "a module": (nn.Sequential(Wired("abc"), nn.ReLU()), nn.Sequential(Wired("abc"), nn.GELU()), "its module '1'"),
-    "a layer's": (
-        nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 1)),
-        nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 1, stride=2)), "its module '2'",
-    ),
 }  # fmt: skip
 
 
@@ -171,6 +161,7 @@ def test_a_copy_is_the_model_that_was_analyzed(name: str) -> None:
     one = SAME_NAMES[name][0]
     found = gspace.analyze(one)
     other = copy.deepcopy(one).double().eval()
+    other.calls = 7  # a counter
     other.register_forward_hook(lambda *_: None)
     gspace.rescale_(other, gspace.random_scales(one, analysis=found), analysis=found)
     assert gspace.are_equivalent(copy.deepcopy(one).double(), other, analysis=found)

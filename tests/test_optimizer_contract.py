@@ -21,7 +21,7 @@ from contract import (
     train,
     values,
 )
-from gspace.optim.step import layers_of, path_values
+from gspace.optim.step import layers_of, scaled
 
 
 @kinds
@@ -123,7 +123,7 @@ def test_a_group_without_learning_rate_keeps_its_path_values(kind: Kind) -> None
     def values_of_paths() -> Tensor:
         w = model.head.weight.detach().clone()
         w[layer.entries] = 0
-        return path_values(layer, layer.edges.view(w), optimizer.incoming, optimizer.outgoing)
+        return scaled(layer, layer.edges.view(w), optimizer.incoming, optimizer.outgoing)
 
     before, weights = values_of_paths(), values(model)
     train(model, optimizer, batches(6, dtype=torch.float64))

@@ -7,6 +7,7 @@ from gspace.group.scaling import Scales, balance_, random_scales, rescale_
 from gspace.measure.diagnostics import RatioStatistics, balancedness, compare_invariance, distance, invariance_gap
 from gspace.measure.flatness import psi_flatness
 from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD
+from gspace.optim.factory import factory
 from gspace.optim.gsgd import GSGD
 from gspace.optim.inner import InGSpace
 from gspace.optim.skeleton import Skeleton, build_skeleton, init_skeleton_
@@ -43,6 +44,7 @@ __all__ = [
     "compare_invariance",
     "distance",
     "equalize_",
+    "factory",
     "init_skeleton_",
     "invariance_gap",
     "mappings",

@@ -17,8 +17,8 @@ from torch import nn
 from gspace.analysis.assemble import assemble
 from gspace.analysis.forward import Inputs, TraceError, untouched, unwrap
 from gspace.analysis.identity import modules_of, other_module
+from gspace.analysis.repeat import Task, followed
 from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, magnitude
-from gspace.analysis.run import Task, followed
 from gspace.devices import on_cpu
 
 __all__ = [

@@ -175,7 +175,6 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
 def balanced(found: Analysis, weights: Mapping[str, Tensor], absorbed: bool = True) -> Tensor:
     """Log-scales of ground and units that balance these weights; absorbed units stay at 0 unless `absorbed`."""
     n = 1 + found.H + found.H_absorbed
-    weights = {e.name: weights[e.name].detach() + e.shift if e.shift else weights[e.name] for e in found.edges}
     special = torch.tensor(sorted({u for form in found.forms.values() for u, _ in form}), dtype=torch.long)
     fixed = torch.zeros(n, dtype=torch.bool)
     fixed[special] = True

@@ -30,12 +30,12 @@ from gspace.optim.arguments import (
     warn_of_thawed,
 )
 from gspace.optim.choice import KEY, Chosen
-from gspace.optim.eager import Allocation, Coordinates, Rules, wide
+from gspace.optim.eager import Allocation, Rules, wide
 from gspace.optim.held import Held, State, load_whole, portable, require_finite_gradients
 from gspace.optim.hooks import hooked, loss_of
 from gspace.optim.reference import Reference
 from gspace.optim.skeleton import Skeleton
-from gspace.optim.step import BatchNormRule, Plan, measure, plan
+from gspace.optim.step import BatchNormRule, Coordinates, Plan, layers_of, measure, observe, plan
 
 _OF_GROUPS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 _LOOKS = attrgetter("requires_grad", "device", "dtype")
@@ -53,7 +53,6 @@ class Built:
         unit_group: Group of in(r) of each root r, `(H + 1,)`.
         last: R of the roots in the last step, bounded and not.
         dtype: Of unit vectors.
-        masks: Rows that a norm absorbs, for each layer, with `batch_norm="exact"`.
     """
 
     chosen: Chosen
@@ -68,7 +67,6 @@ class Built:
     sizes: list[int]
     looks: list[Any]
     tables: dict[Tensor, Tensor]
-    masks: list[Tensor | None]
 
     def holds(self, groups: Sequence[dict[str, Any]], state: Any) -> bool:
         """Whether it was built from just this."""
@@ -200,7 +198,7 @@ class GSpaceOptimizer(Optimizer):
             found, _ = exact.absorbed_rows(self.analysis, {name: p.dim() for name, p in named.items()})
             mine = {name for name, p in named.items() if p.requires_grad and id(p) in group_of}
             masks = {name: mask for name, mask in found.items() if name in mine}
-        planned = plan(chosen.skeleton, named, chosen.references, masks)
+        planned = plan(chosen.skeleton, layers_of(chosen.skeleton, named, masks), chosen.references)
         weights: list[Tensor] = [named[layer.edges.name] for layer in planned.layers]
         device = weights[0].device if weights else torch.device("cpu")
         groups = [group_of[id(w)] for w in weights]
@@ -225,7 +223,6 @@ class GSpaceOptimizer(Optimizer):
             [len(group["params"]) for group in self.param_groups],
             list(map(_LOOKS, listed)),
             {p: table for p in listed if (table := choice.kept(self.state, p)) is not None},
-            exact.masks_of(planned.layers, masks),
         )
 
     @property
@@ -253,7 +250,7 @@ class GSpaceOptimizer(Optimizer):
 
     @torch.no_grad()
     def _measured(self, built: Built) -> Coordinates:
-        return Coordinates(*measure(built.plan, built.weights, built.dtype))
+        return measure(built.plan, built.weights, built.dtype)
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -317,17 +314,18 @@ class GSpaceOptimizer(Optimizer):
                 )
         grads = [wide(torch.zeros_like(w) if w.grad is None else w.grad) for w in weights]
         now = [wide(w) for w in weights]
-        at = self._measured(built)
-        if not capturing():
-            self._require_paths(at, weights)
         shown, path_grads = self._canvas(built)
         if self.batch_norm == "exact":
+            at = self._measured(built)
+            self._require_paths(at, weights)
             gauge = at.incoming.abs()
-            exact.show(built.plan, built.masks, gauge, now, grads, shown, path_grads)
+            exact.show(built.plan, gauge, now, grads, shown, path_grads)
             self._move(built, shown, path_grads)
-            exact.allocate(built.plan, built.masks, gauge, now, shown)
+            exact.allocate(built.plan, gauge, now, shown)
         else:
-            eager.show(built.plan, self._rules(), at, now, grads, shown, path_grads)
+            at, sums = observe(built.plan, now, grads, built.dtype, self.batch_norm)
+            self._require_paths(at, weights)
+            eager.show(built.plan, self._rules(), at, sums, now, grads, shown, path_grads)
             self._move(built, shown, path_grads)
             ratio, raw = eager.allocate(built.plan, self._rules(), at, now, shown)
             built.last[0].copy_(ratio)
@@ -341,8 +339,9 @@ class GSpaceOptimizer(Optimizer):
 
     def _require_paths(self, at: Coordinates, weights: Iterable[Tensor]) -> None:
         """On a CPU; a network that has diverged is left to itself, as it may be one of several side by side."""
-        value = at.incoming * at.outgoing
-        if value.device.type == "cpu" and bool((value == 0).any()) and all(bool(w.isfinite().all()) for w in weights):
+        if at.incoming.device.type != "cpu":
+            return
+        if bool((at.incoming * at.outgoing == 0).any()) and all(bool(w.isfinite().all()) for w in weights):
             raise RuntimeError(
                 f"weights were changed so that a path value of {type(self).__name__} is 0: "
                 "rechoose() takes other skeleton weights"

@@ -88,8 +88,8 @@ class PathSGD(Optimizer):
         self.graph = path_graph(model, example_input)
         alike = as_input_of(model, example_input)
         found = analyzed(model, analysis, {} if alike is None or analysis is not None else {"example_input": alike})
-        edges, slopes = {e.name for e in found.edges}, {id(p) for p in self.graph.slopes()}
-        self._edges = [p for name, p in model.named_parameters() if name in edges and id(p) not in slopes]
+        edges = {e.name for e in found.edges}
+        self._edges = [p for name, p in model.named_parameters() if name in edges]
         trained = self._trained()  # what cannot be summed is refused here, not at the first step
         self._leave_out([p for p, k in zip(trained, path_kappa(self.graph, trained), strict=True) if k is None])
 

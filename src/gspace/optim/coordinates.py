@@ -25,7 +25,7 @@ from gspace.devices import on_cpu
 from gspace.optim.arguments import require_one_of
 from gspace.optim.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
 from gspace.optim.skeleton import Skeleton, build_skeleton, connected
-from gspace.optim.step import Layer, allocate_skeleton, allocate_weights, layers_of
+from gspace.optim.step import Layer, entries_after, layers_of, weights_after
 
 View = Literal["transparent", "exact"]
 
@@ -184,8 +184,8 @@ def displaced(at: Coordinates, weights: Mapping[str, Tensor], change: PathValues
         here, ones = every.to(weight.device), spread.to(weight.device)
         change_w = change.edges[layer.edges.name] / _factor(layer, view, into, out)
         full = torch.zeros_like(weight)
-        layer.edges.view(full).copy_(allocate_weights(layer, view, change_w, ones, ones, here, ones))
-        entries = allocate_skeleton(layer, weight[layer.entries], here, ones)
+        layer.edges.view(full).copy_(weights_after(layer, view, change_w, ones, ones, here, ones))
+        entries = entries_after(layer, weight[layer.entries], here, ones)
         result[layer.edges.name] = full.index_put(layer.entries, entries)
     return result
 

@@ -197,7 +197,12 @@ class GSGD(GSpaceOptimizer):
     def _move(self, built: Built, shown: Sequence[Tensor] | None, path_grads: Sequence[Tensor] | None) -> None:
         if shown is not None and path_grads is not None:
             if self.max_path_grad_norm is not None:
-                total = torch.stack([g.double().square().sum() for g in path_grads]).sum().sqrt()
+                squares = [
+                    g.double().square().sum()
+                    for layer, g in zip(built.plan.layers, path_grads, strict=True)
+                    if layer.counts
+                ]
+                total = built.plan.reduce(torch.stack(squares).sum()).sqrt()
                 shrink = (self.max_path_grad_norm / (total + 1e-6)).clamp(max=1)
                 path_grads = [g * shrink.to(g.dtype) for g in path_grads]
             for w, g, v, path_grad in zip(built.weights, built.groups, shown, path_grads, strict=True):

@@ -4,7 +4,7 @@
     basis-path norm       φ_∞ = max(|v_e|, |log |v_r||)                         (Zheng et al. 2019)
 
 v_e runs over the basis paths with a non-skeleton weight, v_r over the trained skeleton paths. Those divide other paths,
-so they must be neither large nor small. All are computed in log space and are differentiable.
+so they must be neither large nor small. All are differentiable.
 """
 
 import math
@@ -23,6 +23,7 @@ from gspace.optim.reference import Reference
 from gspace.paths.pathsum import PathGraph, path_graph
 
 Mode = Literal["released", "sup"]
+LARGEST = 16  # p: beyond it, powers of the weights of one layer lie further apart than numbers reach
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def path_norm(
 
     Args:
         model: Any module whose operations are positively homogeneous.
-        p: At least 1, finite.
+        p: From 1 to 16: larger powers of the weights of one network do not fit the range of numbers.
         example_input: A batch the model accepts; the norm is that of a sample of its size. Without one, inputs are
             guessed as in `analyze`.
         graph: The result of `path_graph(model)`, to save the run when called at every step.
@@ -68,8 +69,8 @@ def path_norm(
     >>> round(float(norm), 4)
     36.0
     """
-    if not 1 <= number(p) < math.inf:
-        raise ValueError(f"p must be finite and at least 1, got {p!r}")
+    if not 1 <= number(p) <= LARGEST:
+        raise ValueError(f"p must be at least 1 and at most {LARGEST}, got {p!r}")
     if graph is not None and not isinstance(graph, PathGraph):
         raise TypeError(f"graph is what path_graph returns, got {type(graph).__name__}")
     total = (graph if graph is not None else path_graph(model, example_input)).sum(p)
