@@ -1,5 +1,7 @@
 """gspace: train and study ReLU networks modulo their rescaling symmetry."""
 
+import gspace_command  # noqa: F401, I001 -- before torch: Ctrl-C while `python -m gspace` imports it
+
 from gspace import paths
 from gspace.analysis import Analysis, Edges, Pin, TraceError, UnitGroup, analyze
 from gspace.group.equivalence import Equivalence, are_equivalent
