@@ -7,6 +7,7 @@ BatchNorm's γ, β and running statistics are scaled along. Units absorbed by a 
 unless asked for: scaling them is exact only as ε → 0.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, analyzed
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales, conjugate_gradients, squares
-from gspace.optim.arguments import require_seen, require_values
+from gspace.optim.arguments import number, require_seen, require_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,13 @@ class Scales:
 
     def __post_init__(self) -> None:
         device = self.values.device if isinstance(self.values, Tensor) else "cpu"
-        values = torch.as_tensor(self.values, dtype=torch.float64, device=device).detach()
+        try:
+            given = torch.as_tensor(self.values, device=device).detach()
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"scales must be real numbers, got {type(self.values).__name__}") from None
+        if given.is_complex() or given.dtype == torch.bool:
+            raise TypeError(f"scales must be real numbers, got {given.dtype}")
+        values = given.double()
         if values.dim() != 1:
             raise ValueError(f"scales must be one value per unit, got a tensor of shape {tuple(values.shape)}")
         bad = ~(values.isfinite() & (values > 0))
@@ -56,13 +63,16 @@ class Scales:
         return Scales(self.values * other.values)
 
     def inverse(self) -> "Scales":
+        """What undoes these."""
         return Scales(1 / self.values)
 
     def log(self) -> Tensor:
+        """Logarithms: products of scales are their sums."""
         return self.values.log()
 
     @staticmethod
     def identity(units: int) -> "Scales":
+        """Factors of 1."""
         return Scales(torch.ones(units, dtype=torch.float64, device="cpu"))
 
 
@@ -75,8 +85,15 @@ def random_scales(
     analysis: Analysis | None = None,
     **options: Any,
 ) -> Scales:
-    """Scales e^N(0, std²), independent for every unit; absorbed units stay at 1 unless `absorbed`."""
+    """Scales e^N(0, std²), independent for every unit; absorbed units stay at 1 unless `absorbed`.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> len(random_scales(net, torch.Generator().manual_seed(0)))
+    3
+    """
     found = analyzed(model, analysis, options)
+    if not 0 <= number(std) < math.inf:
+        raise ValueError(f"std must be finite and not negative, got {std!r}")
     log = std * torch.randn(found.H + found.H_absorbed, generator=generator, dtype=torch.float64, device="cpu")
     if not absorbed:
         log[found.H :] = 0
@@ -97,6 +114,12 @@ def rescale_(
     Raises:
         ValueError: Scales that are not positive and finite, of the wrong number, or that would overflow or flush a
             weight to zero in its dtype. Nothing has been touched then.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> x = torch.randn(4, 2)
+    >>> before = net(x)
+    >>> torch.allclose(rescale_(net, [2.0, 0.5, 3.0])(x), before, atol=1e-5)
+    True
     """
     require_values(model)
     found = analyzed(model, analysis, options)
@@ -154,6 +177,12 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
 
     It is unique where every unit lies on a path of non-zero weights from ground to ground; other units keep their
     scale (`gspace.group.balance`). The function does not change.
+
+    >>> net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
+    >>> net[0].weight.data, net[2].weight.data = torch.tensor([[3.0, 4.0]]), torch.tensor([[20.0]])
+    >>> _ = balance_(net)
+    >>> net[0].weight.norm().item(), net[2].weight.norm().item()  # 5 and 20 before
+    (10.0, 10.0)
     """
     require_values(model)
     found = analyzed(model, analysis, options)
@@ -166,7 +195,6 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
 def balanced(found: Analysis, weights: Mapping[str, Tensor], absorbed: bool = True) -> Tensor:
     """Log-scales of ground and units that balance these weights; absorbed units stay at 0 unless `absorbed`."""
     n = 1 + found.H + found.H_absorbed
-    weights = {e.name: weights[e.name].detach() + e.shift if e.shift else weights[e.name] for e in found.edges}
     special = torch.tensor(sorted({u for form in found.forms.values() for u, _ in form}), dtype=torch.long)
     fixed = torch.zeros(n, dtype=torch.bool)
     fixed[special] = True

@@ -1,13 +1,14 @@
 """What an optimizer is given: refused before anything is changed, or warned of."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.optim.optimizer import Optimizer
 
-from gspace.analysis import Analysis, Inputs
+from gspace.analysis import Analysis, Inputs, require_module
 
 
 def require_model(model: Any) -> None:
@@ -25,10 +26,17 @@ def require_model(model: Any) -> None:
             )
 
 
-def require_values(model: nn.Module) -> None:
+def require_values(model: Any) -> None:
+    require_module(model)
     for name, p in model.named_parameters():
         if p.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
+
+
+def require_finite(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if not bool(p.isfinite().all()):
+            raise ValueError(f"{name} is not finite: no skeleton can be chosen in such a network")
 
 
 def require_seen(analysis: Analysis) -> None:
@@ -69,10 +77,12 @@ def number(value: Any) -> float:
         return float("nan")
 
 
-def require_own(parameters: Iterable[Tensor], model: nn.Module) -> None:
+def require_own_group(optimizer: Optimizer, model: nn.Module) -> None:
+    """The last group holds parameters of the model alone, or is taken away again."""
     mine = {id(p) for p in model.parameters()}
-    for p in parameters:
+    for p in optimizer.param_groups[-1]["params"]:
         if id(p) not in mine:
+            optimizer.param_groups.pop()
             raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
 
 

@@ -15,15 +15,13 @@ from torch.optim.optimizer import Optimizer
 
 from gspace.analysis import Analysis, Inputs, analyzed
 from gspace.optim import choice
-from gspace.optim.arguments import given, require_model, require_numbers, require_own
+from gspace.optim.arguments import given, require_model, require_numbers, require_own_group
 from gspace.optim.gsgd import plain_sgd
 from gspace.optim.held import Held, State, load_whole, portable, require_finite_gradients
 from gspace.optim.hooks import hooked, loss_of
 from gspace.optim.skeleton import Skeleton
 from gspace.optim.step import Number, layers_of
-from gspace.paths.pathsum import as_input_of, kappa_factors, path_graph, product
-
-RATE = "inverse_kappa"  # in the state of a parameter: 1/κ, 0 where κ is
+from gspace.paths.pathsum import as_input_of, path_graph, path_kappa
 
 
 class PathSGD(Optimizer):
@@ -49,6 +47,11 @@ class PathSGD(Optimizer):
 
     Raises:
         PathError: The model has no path norm. BatchNorm counts as the affine map of evaluation mode.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> optimizer = PathSGD(model, lr=1e-3)
+    >>> model(torch.ones(2, 4)).square().mean().backward()
+    >>> optimizer.step()
     """
 
     def __init__(
@@ -90,10 +93,10 @@ class PathSGD(Optimizer):
         self.graph = path_graph(model, example_input)
         alike = as_input_of(model, example_input)
         found = analyzed(model, analysis, {} if alike is None or analysis is not None else {"example_input": alike})
-        edges, slopes = {e.name for e in found.edges}, {id(p) for p in self.graph.slopes()}
-        self._edges = [p for name, p in model.named_parameters() if name in edges and id(p) not in slopes]
+        edges = {e.name for e in found.edges}
+        self._edges = [p for name, p in model.named_parameters() if name in edges]
         trained = self._trained()  # what cannot be summed is refused here, not at the first step
-        self._leave_out([p for p, k in zip(trained, kappa_factors(self.graph, trained), strict=True) if k is None])
+        self._leave_out([p for p, k in zip(trained, path_kappa(self.graph, trained), strict=True) if k is None])
 
     def __getstate__(self) -> dict[str, Any]:
         return portable(self)
@@ -110,15 +113,11 @@ class PathSGD(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        try:
-            require_own(self.param_groups[-1]["params"], self.model)
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        require_own_group(self, self.model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does, but 1/κ keeps the precision it was saved in."""
-        load_whole(self, super().load_state_dict, state_dict, _require_steps, exact=(RATE,))
+        """As torch does, but κ keeps the precision it was saved in."""
+        load_whole(self, super().load_state_dict, state_dict, _require_steps, exact=("kappa",))
 
     def _trained(self) -> list[Tensor]:
         """The edges of the network among the parameters."""
@@ -127,18 +126,20 @@ class PathSGD(Optimizer):
         return [p for p in mine if p.requires_grad and id(p) in edges]
 
     def _prepare(self) -> None:
-        """Looks at model and gradients; 1/κ of every trained edge, wide enough for all of it; counts the step."""
+        """Looks at model and gradients; κ of every trained edge, wide enough for all of it; counts the step."""
         self._held.require_same(type(self).__name__)
         require_finite_gradients(self.model, (p for group in self.param_groups for p in group["params"]))
-        stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
         trained = self._trained()
-        if stale or any(RATE not in self.state[p] for p in trained):
-            found = list(zip(trained, kappa_factors(self.graph, trained), strict=True))
-            self._leave_out([p for p, factors in found if factors is None])
-            for p, factors in found:
-                if factors is not None:
-                    rate = product(p.dtype, *map(_inverse, factors), out=self.state[p].get(RATE))
-                    self.state[p][RATE] = rate
+        if any(p.grad is not None and p.grad.is_sparse for p in trained):
+            name = next(name for name, p in self.model.named_parameters() if p.grad is not None and p.grad.is_sparse)
+            raise RuntimeError(f"{name} has a sparse gradient: κ is that of all of its entries; use dense ones")
+        stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
+        if stale or any("kappa" not in self.state[p] for p in trained):
+            found = list(zip(trained, path_kappa(self.graph, trained), strict=True))
+            self._leave_out([p for p, kappa in found if kappa is None])
+            for p, kappa in found:
+                if kappa is not None:
+                    self.state[p]["kappa"] = _divisor(kappa)
         for group in self.param_groups:
             group["steps"] += 1
 
@@ -156,13 +157,8 @@ class PathSGD(Optimizer):
         return loss
 
     def _direction(self, p: Tensor, grad: Tensor) -> Tensor:
-        """g/κ, 0 where κ is."""
-        rate = self.state[p].get(RATE)
-        if rate is None:
-            return grad
-        if grad.is_sparse:
-            raise RuntimeError("PathSGD does not support sparse gradients of weights on paths; use dense ones")
-        return (grad * rate).to(p.dtype)
+        kappa = self.state[p].get("kappa")
+        return grad if kappa is None else (grad / kappa).to(p.dtype)
 
     def _step_group(self, group: dict[str, Any]) -> None:
         active = [p for p in group["params"] if p.grad is not None]
@@ -172,8 +168,11 @@ class PathSGD(Optimizer):
         plain_sgd(group, self.state, active, directions)
 
 
-def _inverse(kappa: Tensor) -> Tensor:
-    return kappa.reciprocal().masked_fill_(kappa == 0, 0)
+def _divisor(kappa: Tensor) -> Tensor:
+    """κ with ∞ in place of 0: g/κ is 0 there."""
+    if kappa.device.type == "cpu" and (kappa.numel() == 0 or float(kappa.amin()) > 0):
+        return kappa
+    return kappa.masked_fill(kappa == 0, float("inf"))
 
 
 def _require_steps(state: State) -> None:
@@ -190,9 +189,14 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     Args:
         model: The model, not its parameters.
         params: torch's parameter groups.
-        analysis, example_input: As for GSGD, which finds the same skeleton: aligned if the model is
-            on it, otherwise pivoted.
+        analysis, example_input: As for GSGD, which finds the same skeleton: aligned if the model is on it, otherwise
+            pivoted.
         lr, options: As in `torch.optim.SGD`.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> optimizer = FrozenSkeletonSGD(model, lr=0.1)
+    >>> model(torch.ones(2, 4)).square().mean().backward()
+    >>> optimizer.step()
     """
 
     _free: tuple[list[Tensor | None], list[tuple[Tensor, tuple[Tensor, ...]]]] | None = None
@@ -208,12 +212,17 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         **options: Any,
     ) -> None:
         require_model(model)
-        super().__init__(list(model.parameters()) if params is None else params, lr, **options)
         self.model, self._held = model, Held(model)
+        super().__init__(list(model.parameters()) if params is None else params, lr, **options)
+        require_numbers(self.defaults)
         self.analysis = analyzed(model, analysis, given(example_input), "pin")
 
     def __getstate__(self) -> dict[str, Any]:
         return portable(self, "_free")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        require_own_group(self, self.model)
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -46,15 +46,8 @@ def choose(
 ) -> Chosen:
     """The skeleton that an optimizer of `parameters` takes in the weights of now."""
     weights = dict(model.named_parameters())
-    require_finite(model)
     reference, skeleton, balanced = choose_skeleton(model, analysis, wanted, parameters)
     return Chosen(skeleton, entry_references(skeleton, analysis, weights, reference, balanced), final)
-
-
-def require_finite(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if not bool(p.isfinite().all()):
-            raise ValueError(f"{name} is not finite: no skeleton can be chosen in such a network")
 
 
 @on_cpu

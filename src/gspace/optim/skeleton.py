@@ -18,9 +18,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Edges, analyzed, magnitude
+from gspace.analysis import Analysis, Edges, analyzed, magnitude, require_module
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
+from gspace.optim.arguments import require_finite
 
 Choice = Literal["aligned", "pivoted"]
 Side = Literal["head", "tail"]
@@ -81,9 +82,18 @@ def build_skeleton(
         trained: Names of the parameters that are trained (default: those that require a gradient). A unit that
             touches any other parameter is left out, as is one whose skeleton weight is 0 on a side.
         balanced: The log scales that balance the transparent view, `(H + 1,)`, if they are known.
+
+    >>> import gspace
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> gspace.build_skeleton(model, gspace.analyze(model)).H
+    8
     """
     if choice not in ("aligned", "pivoted"):
         raise ValueError(f"choice must be 'aligned' or 'pivoted', got {choice!r}")
+    require_module(model)
+    if not isinstance(analysis, Analysis):
+        raise TypeError(f"analysis is what gspace.analyze returns, got {type(analysis).__name__}")
+    require_finite(model)
     weights = dict(model.named_parameters())
     if trained is None:
         trained = {name for name, p in weights.items() if p.requires_grad}
@@ -377,10 +387,16 @@ def init_skeleton_(
 
     This changes the function of the network; it is meant for training from scratch. Units whose aligned weight is 0
     receive their skeleton too.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False))
+    >>> init_skeleton_(model)[0].weight.diagonal().tolist()
+    [1.0, 1.0]
     """
     if sign not in ("positive", "random"):
         raise ValueError(f"sign must be 'positive' or 'random', got {sign!r}")
-    _set_skeleton_(model, analyzed(model, analysis, options, "pin"), sign, generator)
+    found = analyzed(model, analysis, options, "pin")
+    require_finite(model)
+    _set_skeleton_(model, found, sign, generator)
     return model
 
 
