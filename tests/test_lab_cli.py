@@ -664,10 +664,12 @@ def test_an_encoding_without_greek_shows_the_rest(monkeypatch: pytest.MonkeyPatc
 
 def test_two_processes_may_write_one_file(tmp_path: Path) -> None:
     other = os.fork()
-    for _ in range(100):
-        write_atomic(tmp_path / "file", (b"b" if other else b"a") * 10000)
-    if not other:
-        os._exit(0)
+    try:
+        for _ in range(100):
+            write_atomic(tmp_path / "file", (b"b" if other else b"a") * 10000)
+    finally:
+        if not other:
+            os._exit(sys.exc_info()[0] is not None)
     assert os.waitpid(other, 0)[1] == 0
     assert (tmp_path / "file").read_bytes() in (b"a" * 10000, b"b" * 10000)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
