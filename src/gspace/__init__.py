@@ -17,7 +17,7 @@ from gspace.paths.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.paths.pathsum import PathError
 from gspace.quantization import Mapping, check_mappings, equalize_, mappings, smooth_
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GSGD",
