@@ -216,14 +216,14 @@ def again(out: Path) -> Outcome:
 
 def reported(out: Path) -> Outcome:
     """The records of runs, or of records, as a report reads them."""
-    exported = out.with_name(f"{out.name}.jsonl")
+    exported = out.with_name(f"{out.name}-exported")
 
     def call() -> int:
         code = command(["report", str(out), "--export", str(exported)])()
-        sys.stdout.write(exported.read_text() if code == 0 else "")
+        sys.stdout.write("".join(path.read_text() for path in sorted(exported.glob("*.jsonl"))))
         return code
 
-    exported.unlink(missing_ok=True)
+    shutil.rmtree(exported, ignore_errors=True)
     done = attempt(call, out)
     lines = (line for line in done.out.splitlines() if line.startswith("{"))
     return Outcome(done.code, "".join(f"{line}\n" for line in lines), done.err, done.operations)
