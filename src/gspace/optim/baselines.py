@@ -47,6 +47,11 @@ class PathSGD(Optimizer):
 
     Raises:
         PathError: The model has no path norm. BatchNorm counts as the affine map of evaluation mode.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> optimizer = PathSGD(model, lr=1e-3)
+    >>> model(torch.ones(2, 4)).square().mean().backward()
+    >>> optimizer.step()
     """
 
     def __init__(
@@ -184,6 +189,11 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         analysis, example_input, residual, pin: As for GSGD, which finds the same skeleton: aligned if the model is
             on it, otherwise pivoted.
         lr, options: As in `torch.optim.SGD`.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> optimizer = FrozenSkeletonSGD(model, lr=0.1)
+    >>> model(torch.ones(2, 4)).square().mean().backward()
+    >>> optimizer.step()
     """
 
     _free: tuple[list[Tensor | None], list[tuple[Tensor, tuple[Tensor, ...]]]] | None = None

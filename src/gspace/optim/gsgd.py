@@ -54,6 +54,11 @@ class GSGD(GSpaceOptimizer):
         max_path_grad_norm: Clips the norm of ∂ℓ/∂v, where clipping ∂ℓ/∂w would not be invariant: of the parameters that
             touch units. The others (output biases, pinned layers) are neither measured nor clipped.
         allocation: "fixed" never changes free skeleton weights; "spread" shares each ratio between both sides.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> optimizer = GSGD(model, lr=0.1, momentum=0.9)
+    >>> model(torch.ones(2, 4)).square().mean().backward()
+    >>> optimizer.step()
     """
 
     _way: "fast.Bound | str | None" = None  # what takes the steps, or why torch's operations do
