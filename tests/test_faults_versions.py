@@ -60,7 +60,7 @@ REFUSED = {
     "train {finished} --iterations 60": r"it has no digest: it was written before gspace 0",
     "train {stopped} --iterations 4000": r"gspace 0\.1\.0 saved this state|it was written before gspace 0",
     "report {finished}": r"it has no digest: it was written before gspace 0",
-    "report {records}": r"no runs below .* \(records of gspace 0\.1\.0, a \.json file each, are read no more\)",
+    "report {records}": r"is a record of gspace 0\.1, without a digest: now they are lines of \.jsonl files",
 }
 
 

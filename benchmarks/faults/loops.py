@@ -26,6 +26,8 @@ class Count:
 
     def add(self, kind: str, problem: str | None) -> None:
         self.tried[kind] += 1
+        if sum(self.tried.values()) % 50 == 0:
+            print(f"{sum(self.tried.values())} tried, {len(self.failed)} failed", file=sys.stderr, flush=True)
         if problem is not None:
             self.failed.append(f"{kind}: {problem}"[:300])
 

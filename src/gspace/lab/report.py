@@ -63,9 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     records = read_records(args.runs)
     if not records:
-        old = any(any(root.glob("*-seed*.json")) for root in args.runs)
-        more = " (records of gspace 0.1.0, a .json file each, are read no more)" if old else ""
-        raise RecordError(f"no runs below {', '.join(map(str, args.runs))}{more}")
+        raise RecordError(f"no runs below {', '.join(map(str, args.runs))}")
     if args.export:
         added = collect(records, args.export, homes(records))
         print("\n".join(f"{path}: {count} new" for path, count in added.items()) or "every finished run was there")
