@@ -100,7 +100,7 @@ def test_options_of_ray_need_ray(
 
 @pytest.mark.slow
 def test_twelve_runs_on_two_nodes_survive_the_death_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("ray")
+    ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     recipes = [BASE.but(seed=seed, lr=lr, epochs=40.0) for lr in (0.05, 0.1) for seed in range(5)] + MLPS[:2]
@@ -129,6 +129,7 @@ def test_twelve_runs_on_two_nodes_survive_the_death_of_one(tmp_path: Path, capsy
         assert cli.main([*command, "--engine", "ray", "--address", cluster.address]) == 0
         killer.join(10)
     finally:
+        ray.shutdown()
         cluster.shutdown()
     assert killed
     assert killed[0] < 10

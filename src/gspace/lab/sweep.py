@@ -137,7 +137,7 @@ def _on_ray(tasks: Sequence[Sequence[Recipe]], out: Path, session: Session, on: 
     except ImportError as error:
         raise DeviceError("--engine ray needs Ray: pip install 'gspace[integrations]'") from error
     try:
-        ray.init(on.address, log_to_driver=False, ignore_reinit_error=True)
+        ray.init(on.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise DeviceError(f"no Ray cluster at {on.address or 'this machine'}: {error}") from error
     plain = replace(session, watch=None, stop=None)  # what can be sent
@@ -156,8 +156,8 @@ def _on_ray(tasks: Sequence[Sequence[Recipe]], out: Path, session: Session, on: 
     finally:
         for task in left:
             ray.cancel(task)  # as Ctrl-C does: with a checkpoint
-        ray.wait(list(left), num_returns=len(left), timeout=60) if left else None
-        ray.shutdown()
+        if left:
+            ray.wait(list(left), num_returns=len(left), timeout=60)
     return failed
 
 
