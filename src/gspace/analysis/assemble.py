@@ -201,12 +201,11 @@ def membership(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, F
     Each parameter adds a random signature to its units.
     """
     generator = torch.Generator().manual_seed(0)
-    signature = torch.zeros(total + 1, 2, dtype=torch.long)
+    signature = (torch.arange(total + 1) > H).long()
     for e in edges:
-        for column, ids in enumerate(_sides(e, total, forms)):
-            signature[ids, column] += torch.randint(1 << 60, (1,), generator=generator)
-    kind = (torch.arange(total + 1) > H).long()
-    keys, inverse = torch.cat([signature, kind[:, None]], 1)[1:].unique(dim=0, return_inverse=True)
+        for ids in _sides(e, total, forms):
+            signature[ids] += torch.randint(1 << 60, (1,), generator=generator)
+    keys, inverse = signature[1:].unique(return_inverse=True)
     first = torch.full((len(keys),), total, dtype=torch.long).scatter_reduce(0, inverse, torch.arange(total), "amin")
     return first.argsort().argsort()[inverse]
 

@@ -4,7 +4,7 @@ Shapes: a parameter is viewed as `(group, out, in, *taps)`, or stored `(group, i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ def layout(shape: Sequence[int], uses: Sequence[Use], equations: Equations) -> t
     in_a_row = len(shape) != len(uses[0].rows)
     shape = [math.prod(shape)] if in_a_row else shape
     head, tail, unseen = _painted(shape, uses, equations)
-    ways = [(uses[0].groups, False), (uses[0].groups, True), *_candidates(shape, head, tail)]
-    for groups, swap in () if in_a_row else ways:
+    for groups, swap in () if in_a_row else _candidates(shape, head, tail, uses[0].groups):
         found = _fitted(shape, head, tail, groups, swap)
         if found is not None:
             return *found, swap, unseen
@@ -40,7 +39,9 @@ def _painted(shape: Sequence[int], uses: Sequence[Use], equations: Equations) ->
     """
     rows, terms = [use.rows for use in uses], [[squash(equations.find(t))[0] for t in use.terms] for use in uses]
     for k, (index, (head, tail)) in enumerate(zip(rows, terms, strict=True)):
-        if all(bool(torch.isin(i, j).all()) for use in uses for i, j in zip(use.rows, uses[k].rows, strict=True)):
+        if [len(i) for i in index] != list(shape) and all(
+            bool(torch.isin(i, j).all()) for use in uses for i, j in zip(use.rows, uses[k].rows, strict=True)
+        ):
             alike = [head.shape[d] == tail.shape[d] == 1 and len(i) > 1 for d, i in enumerate(index)]
             rows[k] = [torch.arange(n) if one else i for n, one, i in zip(shape, alike, index, strict=True)]
         if [len(i) for i in rows[k]] == list(shape):
@@ -61,15 +62,14 @@ def _painted(shape: Sequence[int], uses: Sequence[Use], equations: Equations) ->
     return squash(head)[0], squash(tail)[0], int((~seen).sum()) * math.prod(shape) // max(seen.numel(), 1)
 
 
-def _candidates(shape: Sequence[int], head: Tensor, tail: Tensor) -> list[tuple[int, bool]]:
-    """Numbers of groups that the nodes may have, and whether they are swapped."""
-    found = [(1, False), (1, True)]
+def _candidates(shape: Sequence[int], head: Tensor, tail: Tensor, groups: int) -> Iterator[tuple[int, bool]]:
+    """Numbers of groups that the nodes may have, likely ones first, and whether they are swapped."""
+    yield from ((groups, False), (groups, True), (1, False), (1, True))
     for swap, term in ((False, tail), (True, head)) if len(shape) > 1 else ():  # the side that depends on the group
         rows = term.reshape(term.shape[0], -1)
         changes = (rows[1:] != rows[:-1]).any(1).nonzero()[:, 0] + 1
         if len(changes) and shape[0] % int(changes[0]) == 0:
-            found.append((shape[0] // int(changes[0]), swap))
-    return found
+            yield shape[0] // int(changes[0]), swap
 
 
 def _fitted(shape: Sequence[int], head: Tensor, tail: Tensor, groups: int, swap: bool) -> tuple[Tensor, Tensor] | None:
