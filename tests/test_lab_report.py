@@ -355,6 +355,14 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
         damaged(tmp_path, text)
 
 
+def test_a_record_of_version_0_1_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / f"{BASE.folder}.json"  # a run had a file of its own, with line breaks
+    path.write_text(json.dumps({**json.loads(archive.to_line(record(BASE, 0.5))), "digest": None}, indent=1))
+    for root in (tmp_path, path):
+        with pytest.raises(RecordError, match=r"(is a record of gspace 0\.1|is no record of a run)"):
+            archive.read_records([root])
+
+
 def test_no_bit_of_a_committed_record_flips_silently(tmp_path: Path) -> None:
     content = archive.to_line(record(BASE, 0.5)).encode()
     whole, silent = archive.from_line(content, tmp_path, "here"), []

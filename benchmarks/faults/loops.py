@@ -26,6 +26,8 @@ class Count:
 
     def add(self, kind: str, problem: str | None) -> None:
         self.tried[kind] += 1
+        if sum(self.tried.values()) % 50 == 0:
+            print(f"{sum(self.tried.values())} tried, {len(self.failed)} failed", file=sys.stderr, flush=True)
         if problem is not None:
             self.failed.append(f"{kind}: {problem}"[:300])
 
@@ -216,14 +218,14 @@ def again(out: Path) -> Outcome:
 
 def reported(out: Path) -> Outcome:
     """The records of runs, or of records, as a report reads them."""
-    exported = out.with_name(f"{out.name}.jsonl")
+    exported = out.with_name(f"{out.name}-exported")
 
     def call() -> int:
         code = command(["report", str(out), "--export", str(exported)])()
-        sys.stdout.write(exported.read_text() if code == 0 else "")
+        sys.stdout.write("".join(path.read_text() for path in sorted(exported.glob("*.jsonl"))))
         return code
 
-    exported.unlink(missing_ok=True)
+    shutil.rmtree(exported, ignore_errors=True)
     done = attempt(call, out)
     lines = (line for line in done.out.splitlines() if line.startswith("{"))
     return Outcome(done.code, "".join(f"{line}\n" for line in lines), done.err, done.operations)
