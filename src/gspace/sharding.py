@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Edges
+from gspace.analysis.result import Edges
 
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
@@ -261,6 +261,7 @@ class Together:
         import torch.distributed as dist
 
         self.dist, self.dtype, self.doubt = dist, dtype, ""
+        self.error: type[Exception] = RuntimeError
         everybody = mesh.size() == dist.get_world_size()
         self.groups = [None] if everybody else [mesh.get_group(k) for k in range(mesh.ndim)]
         self.device = torch.device(mesh.device_type)  # not that of weights, if these are offloaded
@@ -286,11 +287,29 @@ class Together:
             self.dist.all_gather_object(every, doubts, group=group)
             doubts = [doubt for some in every for doubt in some]
         self.doubt = ""
-        raise RuntimeError(next(doubt for doubt in doubts if doubt))
+        raise self.error(next(doubt for doubt in doubts if doubt))
+
+
+def shared(parameters: Mapping[str, Tensor], value: Tensor) -> Tensor:
+    """What the first of the processes that share parameters has: what each draws for itself differs."""
+    if not any(map(is_sharded, parameters.values())):
+        return value
+    mesh = meshes(parameters).widest
+    return Together(mesh, torch.float64)(torch.zeros_like(value) if any(mesh.get_coordinate()) else value)
+
+
+def require(parameters: Mapping[str, Tensor], doubt: str) -> None:
+    """Raises a ValueError on all processes that share parameters, if one of them has a doubt."""
+    if any(map(is_sharded, parameters.values())):
+        together = Together(meshes(parameters).widest, torch.float64)
+        together.error = ValueError
+        together.agree(doubt)
+    elif doubt:
+        raise ValueError(doubt)
 
 
 @torch.no_grad()
-def require_copies(model: nn.Module, mesh: Any) -> None:
+def require_copies(parameters: Mapping[str, Tensor], mesh: Any) -> None:
     """Processes that hold the same part of a parameter hold the same values of it.
 
     Raises:
@@ -299,7 +318,7 @@ def require_copies(model: nn.Module, mesh: Any) -> None:
     import torch.distributed as dist
 
     names, marks = [], []
-    for name, p in model.named_parameters():
+    for name, p in parameters.items():
         here = local(p)
         bits = here.contiguous().reshape(-1).view(_BITS[here.element_size()]).long()
         mark = (bits * (2 * torch.arange(len(bits), device=bits.device) + 1)).sum()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gspace import sharding
 from gspace.analysis.assemble import assemble
 from gspace.analysis.forward import Inputs, TraceError, untouched, unwrap
 from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, magnitude
@@ -62,6 +63,8 @@ def analyze(
     listed = [modes] if isinstance(modes, str) else list(modes)
     if not listed or not set(listed) <= MODES.keys():
         raise ValueError(f"modes are 'train', 'eval' or both, got {modes!r}")
+    if sharding.any_sharded(model):
+        model = sharding.whole_copy(model)
     inner = unwrap(model)
     refuse(inner)
     names = _known(pin, inner)
@@ -102,6 +105,7 @@ def refuse(model: nn.Module) -> None:
     """What cannot be run or followed at all."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    sharding.refuse_flat(model)
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise TraceError(

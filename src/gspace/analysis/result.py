@@ -44,7 +44,8 @@ class Edges:
     def fits(self, parameter: Tensor) -> bool:
         """Whether `parameter` has this many outputs and inputs."""
         try:
-            return self.view(parameter).shape[:3] == (*self.head.shape, self.tail.shape[1])
+            like = torch.empty(parameter.shape, device="meta")  # it may be sharded
+            return self.view(like).shape[:3] == (*self.head.shape, self.tail.shape[1])
         except RuntimeError:  # it cannot be divided so
             return False
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, Edges, analyzed, magnitude
 from gspace.devices import on_cpu
 from gspace.group.scaling import Scales, balanced
+from gspace.sharding import weights_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def are_equivalent(
         absorbed: Also allow scaling of the rows before BatchNorm, which is exact only as ε → 0.
     """
     found = analyzed(model_a, analysis, options)
-    a, b = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model_a, model_b))
+    a, b = ({**weights_of(m), **dict(m.named_buffers())} for m in (model_a, model_b))
     if a.keys() != b.keys():
         return Equivalence(False, f"only one of the models has {sorted(a.keys() ^ b.keys())[0]!r}")
     for name in a:

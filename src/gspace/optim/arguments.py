@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gspace.analysis import Analysis, Inputs, Residual
+from gspace.sharding import refuse_flat
 
 
 def require_model(model: Any) -> None:
@@ -18,14 +19,10 @@ def require_model(model: Any) -> None:
     for name, p in model.named_parameters():
         if not isinstance(p, UninitializedParameter) and p.is_inference():
             raise ValueError(f"parameter {name!r} was made under torch.inference_mode and cannot be trained")
-        if type(p.data).__name__ == "DTensor":
-            raise ValueError(
-                f"parameter {name!r} is a DTensor (FSDP2 and tensor parallelism make them): "
-                "a step needs whole weights, as ordinary tensors"
-            )
 
 
 def require_values(model: nn.Module) -> None:
+    refuse_flat(model)
     for name, p in model.named_parameters():
         if p.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gspace.analysis import Analysis, Inputs, Residual, analyzed
-from gspace.optim import choice, eager, exact
+from gspace.optim import choice, eager, exact, shards
 from gspace.optim.arguments import (
     analyze_options,
     guards,
@@ -31,11 +31,12 @@ from gspace.optim.arguments import (
 )
 from gspace.optim.choice import KEY, Chosen
 from gspace.optim.eager import Allocation, Rules, wide
-from gspace.optim.held import Held, State, load_whole, portable, require_finite_gradients
+from gspace.optim.held import Held, State, doubt_of_gradients, load_whole, portable
 from gspace.optim.hooks import hooked, loss_of
 from gspace.optim.reference import Reference
 from gspace.optim.skeleton import Skeleton
 from gspace.optim.step import BatchNormRule, Coordinates, Plan, layers_of, measure, observe, plan
+from gspace.sharding import Together, alone, any_sharded, local, local_gradient, refuse_redundancy, reshard
 
 _OF_GROUPS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 _LOOKS = attrgetter("requires_grad", "device", "dtype")
@@ -101,6 +102,7 @@ class GSpaceOptimizer(Optimizer):
         allocation: Allocation,
     ) -> None:
         require_model(model)
+        refuse_redundancy(type(self).__name__)
         require_one_of("batch_norm", batch_norm, ("released", "paper", "exact"))
         require_one_of("reference", reference, (None, "one", "balanced"))
         require_one_of("allocation", allocation, ("fixed", "spread"))
@@ -108,7 +110,7 @@ class GSpaceOptimizer(Optimizer):
         if batch_norm == "exact" and (allocation == "spread" or reference is not None):
             raise ValueError("batch_norm='exact' has coordinates of its own: it takes no allocation and no reference")
         require_numbers(defaults)
-        self.model = model
+        self.model, self._sharded = model, any_sharded(model)
         self.batch_norm, self.allocation = batch_norm, allocation
         self.max_ratio, self.max_drift = bounds
         super().__init__(list(model.parameters()) if params is None else params, defaults)
@@ -180,7 +182,11 @@ class GSpaceOptimizer(Optimizer):
                 f"the first step of {type(self).__name__} chooses its skeleton, which a CUDA graph cannot hold: "
                 "take a step before the capture, or call rechoose()"
             )
-        require_finite_gradients(self.model, self._parameters())
+        doubt = doubt_of_gradients(self.model, self._parameters())
+        if self._sharded:
+            shards.require_agreement(self.model, doubt)
+        elif doubt:
+            raise RuntimeError(doubt)
         self.adopt(self._choose(final=self._moving()))
         assert self._built is not None
         return self._built
@@ -202,21 +208,26 @@ class GSpaceOptimizer(Optimizer):
             found, _ = exact.absorbed_rows(self.analysis, {name: p.dim() for name, p in named.items()})
             mine = {name for name, p in named.items() if p.requires_grad and id(p) in group_of}
             masks = {name: mask for name, mask in found.items() if name in mine}
-        planned = plan(chosen.skeleton, layers_of(chosen.skeleton, named, masks), chosen.references)
-        weights: list[Tensor] = [named[layer.edges.name] for layer in planned.layers]
+        layers = layers_of(chosen.skeleton, named, masks)
+        weights: list[Tensor] = [named[layer.edges.name] for layer in layers]
         device = weights[0].device if weights else torch.device("cpu")
         groups = [group_of[id(w)] for w in weights]
         unit_group = torch.zeros(chosen.skeleton.H + 1, dtype=torch.long, device=device)
-        for layer, g in zip(planned.layers, groups, strict=True):
+        for layer, g in zip(layers, groups, strict=True):
             unit_group[layer.root] = g
         inside = {id(w) for w in weights}
         outside = [[p for p in group["params"] if id(p) not in inside] for group in self.param_groups]
         dtype = torch.float64 if any(w.dtype == torch.float64 for w in weights) else torch.float32
         last = torch.ones(2, chosen.skeleton.H + 1, dtype=dtype, device=device).unbind()
-        listed = self._parameters()
+        listed, reduce = self._parameters(), shards.together(named, dtype) if self._sharded else alone
         return Built(
             chosen,
-            planned,
+            plan(
+                chosen.skeleton,
+                shards.divided(layers, named) if self._sharded else layers,
+                chosen.references,
+                reduce,
+            ),
             weights,
             groups,
             outside,
@@ -254,7 +265,7 @@ class GSpaceOptimizer(Optimizer):
 
     @torch.no_grad()
     def _measured(self, built: Built) -> Coordinates:
-        return measure(built.plan, built.weights, built.dtype)
+        return measure(built.plan, list(map(local, built.weights)), built.dtype)
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -298,6 +309,8 @@ class GSpaceOptimizer(Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = loss_of(closure)
+        if self._sharded:
+            reshard(self.model)
         if not capturing():
             self._held.require_same(type(self).__name__)
         self._take(self._current())
@@ -305,32 +318,39 @@ class GSpaceOptimizer(Optimizer):
 
     def _take(self, built: Built) -> None:
         """A step in torch's operations."""
-        if not capturing():
-            require_finite_gradients(self.model, self._parameters())
-        weights = built.weights
-        if all(w.grad is None for w in weights):
+        reduce, idle = built.plan.reduce, all(p.grad is None for p in built.weights)
+        doubt = "" if capturing() else doubt_of_gradients(self.model, self._parameters())
+        if isinstance(reduce, Together):
+            reduce.doubt = doubt  # it goes along with the first sum
+            if idle:
+                reduce.agree(doubt)
+        elif doubt:
+            raise RuntimeError(doubt)
+        if idle:
             self._move(built, None, None)
             return
-        for layer, w in zip(built.plan.layers, weights, strict=True):
+        for layer, w in zip(built.plan.layers, built.weights, strict=True):
             if w.grad is not None and w.grad.is_sparse:
                 raise RuntimeError(
                     f"{layer.edges.name} has a sparse gradient: G-space mixes all of its entries; use dense ones"
                 )
-        grads = [wide(torch.zeros_like(w) if w.grad is None else w.grad) for w in weights]
-        now = [wide(w) for w in weights]
-        shown, path_grads = self._canvas(built)
+        weights = list(map(local, built.weights))
+        now, given = [wide(w) for w in weights], map(local_gradient, built.weights)
+        grads = [torch.zeros_like(w) if g is None else wide(g) for w, g in zip(now, given, strict=True)]
+        seen = self._canvas(built)
+        shown, path_grads = (list(map(local, some)) for some in seen)
         if self.batch_norm == "exact":
             at = self._measured(built)
             self._require_paths(at, weights)
             gauge = at.incoming.abs()
             exact.show(built.plan, gauge, now, grads, shown, path_grads)
-            self._move(built, shown, path_grads)
+            self._move(built, *seen)
             exact.allocate(built.plan, gauge, now, shown)
         else:
             at, sums = observe(built.plan, now, grads, built.dtype, self.batch_norm)
             self._require_paths(at, weights)
             eager.show(built.plan, self._rules(), at, sums, now, grads, shown, path_grads)
-            self._move(built, shown, path_grads)
+            self._move(built, *seen)
             ratio, raw = eager.allocate(built.plan, self._rules(), at, now, shown)
             built.last[0].copy_(ratio)
             built.last[1].copy_(raw)
@@ -345,7 +365,8 @@ class GSpaceOptimizer(Optimizer):
         """On a CPU; a network that has diverged is left to itself, as it may be one of several side by side."""
         if at.incoming.device.type != "cpu":
             return
-        if bool((at.incoming * at.outgoing == 0).any()) and all(bool(w.isfinite().all()) for w in weights):
+        sound = self._sharded or all(bool(w.isfinite().all()) for w in weights)  # what one rank says, all must
+        if sound and bool((at.incoming * at.outgoing == 0).any()):
             raise RuntimeError(
                 f"weights were changed so that a path value of {type(self).__name__} is 0: "
                 "rechoose() takes other skeleton weights"

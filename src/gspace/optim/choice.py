@@ -22,6 +22,8 @@ from gspace.analysis import Analysis, Edges
 from gspace.devices import on_cpu
 from gspace.optim.reference import Reference, choose_skeleton, entry_references
 from gspace.optim.skeleton import Picked, Skeleton, by_edge, skeleton_of, trained_units
+from gspace.sharding import local, weights_of
+from gspace.sharding import require as require_all
 
 KEY = "skeleton"  # in the state of a parameter
 FINAL, PROVISIONAL = 2, 1
@@ -45,16 +47,16 @@ def choose(
     model: nn.Module, analysis: Analysis, wanted: Reference | None, parameters: Iterable[Tensor], *, final: bool = True
 ) -> Chosen:
     """The skeleton that an optimizer of `parameters` takes in the weights of now."""
-    weights = dict(model.named_parameters())
+    weights = weights_of(model)
     require_finite(model)
     reference, skeleton, balanced = choose_skeleton(model, analysis, wanted, parameters)
     return Chosen(skeleton, entry_references(skeleton, analysis, weights, reference, balanced), final)
 
 
 def require_finite(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if not bool(p.isfinite().all()):
-            raise ValueError(f"{name} is not finite: no skeleton can be chosen in such a network")
+    parameters = dict(model.named_parameters())
+    bad = next((name for name, p in parameters.items() if not bool(local(p).isfinite().all())), None)
+    require_all(parameters, f"{bad} is not finite: no skeleton can be chosen in such a network" if bad else "")
 
 
 @on_cpu

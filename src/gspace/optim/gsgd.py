@@ -18,6 +18,7 @@ from gspace.optim.fast.tables import Tile
 from gspace.optim.held import portable, require_finite_gradients
 from gspace.optim.reference import Reference
 from gspace.optim.step import BatchNormRule, Number
+from gspace.sharding import local
 
 
 class GSGD(GSpaceOptimizer):
@@ -166,8 +167,8 @@ class GSGD(GSpaceOptimizer):
         settings = (built, self._rules(), self.max_path_grad_norm, ways)
         way = self._way
         if way is None or settings != self._wayfor or (isinstance(way, fast.Bound) and way.stale()):
-            way = "batch_norm='exact'"
-            if self.batch_norm != "exact":
+            way = "sharded parameters" if self._sharded else "batch_norm='exact'"
+            if self.batch_norm != "exact" and not self._sharded:
                 way = fast.choose(self.task(built), self.param_groups, built.outside)
             self._way, self._wayfor = way, settings
         return way
@@ -198,13 +199,14 @@ class GSGD(GSpaceOptimizer):
         if shown is not None and path_grads is not None:
             if self.max_path_grad_norm is not None:
                 squares = [
-                    g.double().square().sum()
+                    local(g).double().square().sum()
                     for layer, g in zip(built.plan.layers, path_grads, strict=True)
                     if layer.counts
                 ]
                 total = built.plan.reduce(torch.stack(squares).sum()).sqrt()
                 shrink = (self.max_path_grad_norm / (total + 1e-6)).clamp(max=1)
-                path_grads = [g * shrink.to(g.dtype) for g in path_grads]
+                for path_grad in path_grads:
+                    local(path_grad).mul_(shrink.to(path_grad.dtype))
             for w, g, v, path_grad in zip(built.weights, built.groups, shown, path_grads, strict=True):
                 plain_sgd(self.param_groups[g], self.state, [v], [path_grad], [w])
         for group, some in zip(self.param_groups, built.outside, strict=True):
@@ -232,7 +234,8 @@ def plain_sgd(
     buffers: list[Tensor | None] = []
     if group["momentum"] != 0:
         kept = [state[p].get("momentum_buffer") for p in owners]
-        buffers = [b if b is None or parameters is None else b.to(v) for b, v in zip(kept, values, strict=True)]
+        pairs = zip(kept, values, strict=True)
+        buffers = [b if b is None or parameters is None else b.to(v.device, v.dtype) for b, v in pairs]
     lr, fused = group["lr"], group["fused"]
     sparse = any(d.is_sparse for d in directions)
     mixed = len({buffer is None for buffer in buffers}) > 1
