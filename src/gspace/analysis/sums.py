@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gspace.sharding import whole
+
 LARGE = 4  # beyond this p, powers of weights of one network no longer fit one exponent per tensor
 NOTHING = -1e30  # an exponent, or a logarithm, of 0
 Source = Tensor | tuple[nn.Module, str]
@@ -71,7 +73,8 @@ def _filled(args: Mapping[str, Any], given: Sequence[Any]) -> dict[str, Any]:
 
 
 def power(t: Tensor, p: float) -> Tensor:
-    """|t|^p in float64."""
+    """|t|^p in float64, of all of t if it is sharded."""
+    t = whole(t)
     wide = t.abs().double() if t.is_complex() else t.double()
     if p == 2 and wide is not t and not wide.requires_grad:
         return wide.square_()

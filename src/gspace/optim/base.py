@@ -182,11 +182,8 @@ class GSpaceOptimizer(Optimizer):
                 f"the first step of {type(self).__name__} chooses its skeleton, which a CUDA graph cannot hold: "
                 "take a step before the capture, or call rechoose()"
             )
-        doubt = doubt_of_gradients(self.model, self._parameters())
-        if self._sharded:
-            shards.require_agreement(self.model, doubt)
-        elif doubt:
-            raise RuntimeError(doubt)
+        shards.require_gradients(self.model, self._parameters())
+        shards.require_alike(self.model)
         self.adopt(self._choose(final=self._moving()))
         assert self._built is not None
         return self._built
@@ -222,12 +219,7 @@ class GSpaceOptimizer(Optimizer):
         listed, reduce = self._parameters(), shards.together(named, dtype) if self._sharded else alone
         return Built(
             chosen,
-            plan(
-                chosen.skeleton,
-                shards.divided(layers, named) if self._sharded else layers,
-                chosen.references,
-                reduce,
-            ),
+            plan(chosen.skeleton, shards.divided(layers, named), chosen.references, reduce),
             weights,
             groups,
             outside,

@@ -203,7 +203,8 @@ class GSGD(GSpaceOptimizer):
                     for layer, g in zip(built.plan.layers, path_grads, strict=True)
                     if layer.counts
                 ]
-                total = built.plan.reduce(torch.stack(squares).sum()).sqrt()
+                none = torch.zeros((), dtype=torch.float64, device=built.plan.root.device)
+                total = built.plan.reduce(sum(squares, start=none)).sqrt()
                 shrink = (self.max_path_grad_norm / (total + 1e-6)).clamp(max=1)
                 for path_grad in path_grads:
                     local(path_grad).mul_(shrink.to(path_grad.dtype))

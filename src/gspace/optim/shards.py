@@ -1,17 +1,20 @@
 """A step where parameters are divided: the parts of layers that are here, and what processes tell each other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from gspace.optim.held import doubt_of_gradients
 from gspace.optim.step import Layer, part
-from gspace.sharding import Together, box, meshes, require_copies
+from gspace.sharding import Together, box, is_sharded, meshes, require_copies
 
 
 def divided(layers: Sequence[Layer], weights: Mapping[str, Tensor]) -> list[Layer]:
     """Of each layer what is here."""
+    if not any(map(is_sharded, weights.values())):
+        return list(layers)
     found, places = [], meshes(weights)
     for layer in layers:
         p = weights[layer.edges.name]
@@ -25,12 +28,21 @@ def divided(layers: Sequence[Layer], weights: Mapping[str, Tensor]) -> list[Laye
 
 
 def together(weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64) -> Together:
-    """Sums over all processes that hold a part of these weights."""
+    """Sums over all processes that hold a part of these weights, some of which are sharded."""
     return Together(meshes(weights).widest, dtype)
 
 
-def require_agreement(model: nn.Module, doubt: str) -> None:
-    """Before something is chosen for good: nobody has a doubt, and copies of parameters are copies."""
+def require_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
+    """All of them are finite, on every process."""
+    doubt, weights = doubt_of_gradients(model, parameters), dict(model.named_parameters())
+    if any(map(is_sharded, weights.values())):
+        together(weights).agree(doubt)
+    elif doubt:
+        raise RuntimeError(doubt)
+
+
+def require_alike(model: nn.Module) -> None:
+    """Before something is chosen for good: copies of a parameter are copies."""
     weights = dict(model.named_parameters())
-    together(weights).agree(doubt)
-    require_copies(weights, meshes(weights).widest)
+    if any(map(is_sharded, weights.values())):
+        require_copies(weights, meshes(weights).widest)

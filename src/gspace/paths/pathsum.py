@@ -23,6 +23,7 @@ from gspace.analysis.forward import Inputs, TraceError, arguments, set_mode, ten
 from gspace.analysis.operations import PATHS
 from gspace.analysis.record import Kind, Outside, PathError, Record, Step
 from gspace.analysis.sums import LARGE, Logs, Numbers, Power, fetched, power
+from gspace.sharding import any_sharded, whole_copy
 
 __all__ = ["PathError", "PathGraph", "Power", "as_input_of", "path_graph", "path_kappa"]
 
@@ -98,6 +99,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
     """
     inner = unwrap(model)
     refuse(inner)
+    inner = whole_copy(inner) if any_sharded(inner) else inner
     with untouched(inner):
         set_mode(inner, False)
         if example_input is not None:
@@ -136,7 +138,7 @@ def _run(model: nn.Module, inner: nn.Module, batch: Inputs, samples: int) -> Pat
     for name, t in [*inner.named_parameters(), *inner.named_buffers()]:
         if t.layout == torch.strided and t.numel():
             path, _, last = name.rpartition(".")
-            record.enter(t, (inner.get_submodule(path), last))
+            record.enter(t, (unwrap(model).get_submodule(path), last))  # not that of a copy which was run
     for t in tree_leaves((args, kwargs)):
         if isinstance(t, Tensor):
             record.enter(t, None)
