@@ -183,9 +183,7 @@ def share(name: str, way: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x.chunk(count)[mine], y.chunk(count)[mine]
 
 
-def train(
-    model: nn.Module, optimizer: Optimizer, name: str, steps: int, way: str | None = None, seed: int = 1
-) -> None:
+def train(model: nn.Module, optimizer: Optimizer, name: str, steps: int, way: str | None = None, seed: int = 1) -> None:
     """Steps on batches that a seed draws; divided, if there is a way, among ranks."""
     draw = torch.random.fork_rng([])
     with draw:

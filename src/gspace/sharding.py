@@ -225,8 +225,8 @@ class Meshes(NamedTuple):
             return not any(at)
         mesh, placements = p.device_mesh, p.placements
         if mesh == self.widest:
-            return not any(k and not s.is_shard() for k, s in zip(at, placements, strict=True))
-        sharded = {name for name, s in zip(mesh.mesh_dim_names, placements, strict=True) if s.is_shard()}
+            return not any(k and s.is_replicate() for k, s in zip(at, placements, strict=True))
+        sharded = {name for name, s in zip(mesh.mesh_dim_names, placements, strict=True) if not s.is_replicate()}
         return not any(k and name not in sharded for k, name in zip(at, self.widest.mesh_dim_names, strict=True))
 
 

@@ -144,7 +144,7 @@ class PathSGD(Optimizer):
             self._leave_out([p for p, kappa in found if kappa is None])
             for p, kappa in found:
                 if kappa is not None:
-                    self.state[p]["kappa"] = like(p, cut(kappa, p))
+                    self.state[p]["kappa"] = like(p, cut(kappa, p).contiguous())
         for group in self.param_groups:
             group["steps"] += 1
 
