@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -11,20 +10,17 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from gspace.lab import bench, cli, demo, display, options, queue, training
+from gspace.lab import bench, cli, demo, display, options, sweep, train_command
 from gspace.lab.archive import short_recipe
 from gspace.lab.experiments import EXPERIMENTS
-from gspace.lab.lock import locked
+from gspace.lab.formats import KEYS
 from gspace.lab.loop import Progress
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, METRICS, SUMMARY, open_run, read_run, write_atomic
@@ -141,7 +137,7 @@ def test_a_queue_of_the_reproduce_command_is_a_queue_of_the_train_command(
     assert main(*arguments, "--method", "sgd,gsgd", "--out", tmp_path) == 0
     path = tmp_path / "jobs.json"
     path.write_text(capsys.readouterr().out)
-    recipes = queue.read_queue(path)
+    recipes = sweep.read_queue(path)
     assert [(r.seed, r.optimizer) for r in recipes] == [(s, o) for s in range(3) for o in ("sgd", "gsgd")]
     small = [short_recipe(Recipe(epochs=0.5, hidden=(4,), seed=seed)) for seed in range(2)]
     path.write_text(json.dumps(small))
@@ -254,9 +250,7 @@ class Malice:
 
 
 def malicious_pickle(folder: Path) -> None:
-    (folder / "cifar-10-batches-py").mkdir()
-    for name in [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]:
-        (folder / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(Malice()))
+    np.savez(folder / "cifar10.npz", **{key: np.array([Malice()], dtype=object) for key in KEYS})
 
 
 def corrupted_checkpoint(folder: Path) -> None:
@@ -296,7 +290,12 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     "data truncated": (truncated_npz, [*TINY, "--data", "mnist", "--data-dir", ROOT], 3, "mnist.npz"),
     "wrong checksum": (damaged_npz, [*TINY, "--data", "mnist", "--data-dir", ROOT], 3, "differs from the published"),
     "wrong shape": (wrong_shape, [*TINY, "--data", "mnist", "--data-dir", ROOT], 3, "expected (60000, 28, 28)"),
-    "malicious pickle": (malicious_pickle, [*TINY, "--data", "cifar10", "--data-dir", ROOT], 3, "cifar-10-batches-py"),
+    "malicious pickle": (
+        malicious_pickle,
+        [*TINY, "--data", "cifar10", "--data-dir", ROOT],
+        3,
+        "cifar10.npz is damaged",
+    ),
     "unwritable folder": (a_file_in_the_way, [*TINY, "--out", f"{ROOT}/out"], 4, "cannot write"),
     "bad field": (recipe_file('{"epochs": 1, "lrr": 1}'), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "'lr'?"),
     "bad field's file": (
@@ -421,102 +420,26 @@ def test_on_a_full_disk_the_report_says_so(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_run_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = Recipe(epochs=0.5, hidden=(4,))
-    (tmp_path / recipe.folder).mkdir()
-    with locked(tmp_path / recipe.folder / ".lock"):
+    with open_run(tmp_path, recipe):
         assert main(*TINY, "--out", tmp_path) == 4
     err = capsys.readouterr().err
-    assert f"is in use by process {os.getpid()}" in err
+    assert "is in use by another process" in err
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("held", [0, 2])
-def test_runs_in_use_among_several_are_left_and_said_last(
-    held: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipes = [Recipe(epochs=0.5, hidden=(4,), seed=seed) for seed in range(4)]
-    several = [*TINY, "--seeds", "0-3", "--out", tmp_path]
-    with open_run(tmp_path, recipes[held]), open_run(tmp_path, recipes[3]):
-        assert main(*several) == 4
+def test_runs_in_use_are_named_and_the_others_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stack waits for all of its MLPs; networks of other kinds are runs of their own."""
+    recipes = [Recipe(epochs=0.5, model="cnn", width=2, train_size=64, batch_size=32, seed=seed) for seed in range(3)]
+    (tmp_path / "jobs.json").write_text(json.dumps([short_recipe(recipe) for recipe in recipes]))
+    several = ["train", "--queue", tmp_path / "jobs.json", "--out", tmp_path, "--device", "cpu"]
+    with open_run(tmp_path, recipes[1]):
+        assert main(*several) == 1
         out, err = capsys.readouterr()
-        assert out.count("held by another process, left to it\n") == 2
-        assert err == "2 of 4 runs left to other processes: run again when they have ended\n"
-        assert main(*several, "--json") == 4
-        ended = json.loads(capsys.readouterr().out)
-    assert [one["summary"] is None for one in ended] == [k in (held, 3) for k in range(4)]
+        assert [recipe.folder in out for recipe in recipes] == [True, False, True]
+        assert err.startswith(f"{recipes[1].folder}: {tmp_path / recipes[1].folder} is in use by another process")
+        assert err.count("\n") == 1
     assert main(*several) == 0
-    assert "left to" not in capsys.readouterr().err
-
-
-def test_a_shared_queue_may_leave_runs_to_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipes = [Recipe(epochs=0.5, hidden=(4,), seed=seed) for seed in range(2)]
-    for jobs in (recipes, recipes[:1]):
-        (tmp_path / "jobs.json").write_text(json.dumps([short_recipe(recipe) for recipe in jobs]))
-        with open_run(tmp_path / "runs", recipes[0]):
-            assert main("train", "--queue", tmp_path / "jobs.json", "--out", tmp_path / "runs", "--device", "cpu") == 0
-        assert capsys.readouterr().err == f"1 of {len(jobs)} runs left to other processes\n"
-
-
-def test_a_table_whose_runs_are_in_use_is_reported_without_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*FEW[:-3], "sgd,gsgd", *FEW[-2:], "--data-dir", tmp_path / "nothing", "--out", tmp_path / "runs"]
-    assert main(*arguments, "--list", "--json") == 0
-    first, second = (Recipe.from_dict(fields) for fields in json.loads(capsys.readouterr().out))
-    with open_run(tmp_path / "runs", first):
-        assert main(*arguments) == 4
-    out, err = capsys.readouterr()
-    assert f"{first.folder}: held by another process" in out
-    assert err == "1 of 2 runs left to other processes: run again when they have ended\n"
-    assert (tmp_path / "runs" / "report" / "table-1" / "report.md").exists()
-    assert read_run(tmp_path / "runs" / second.folder).summary is not None
-    assert read_run(tmp_path / "runs" / first.folder).summary is None
-
-
-def test_reproduce_waits_for_others_and_runs_what_they_decide(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = ["reproduce", "rates", "--quick", "--method", "sgd", "--data-dir", tmp_path / "nothing", "--out", tmp_path]
-    assert main(*few, "--list", "--json") == 0
-    first, second = (Recipe.from_dict(fields) for fields in json.loads(capsys.readouterr().out))
-    other = ExitStack()  # holds the first run until the command waits for it
-    held = other.enter_context(open_run(tmp_path, first))
-
-    def let_go(seconds: float) -> None:
-        assert read_run(tmp_path / second.folder).summary is not None
-        assert held.summary is None
-        other.close()
-
-    monkeypatch.setattr(queue, "time", SimpleNamespace(sleep=let_go))
-    assert main(*few, "--device", "cpu", "--wait") == 0
-    out = capsys.readouterr().out
-    before, waiting, after = out.partition("waiting for the runs of other processes\n")
-    assert waiting
-    assert before.count("status finished") == 1
-    assert after.count("status finished") == 2, "the run that was held, and the one that both decide"
-    assert main(*few, "--list") == 0
-    assert "left: 0 runs" in capsys.readouterr().out
-
-
-def test_waiting_for_others_ends_with_the_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = [*FEW, "--data-dir", tmp_path / "nothing", "--out", tmp_path]
-    assert main(*few, "--list", "--json") == 0
-    (only,) = (Recipe.from_dict(fields) for fields in json.loads(capsys.readouterr().out))
-    with open_run(tmp_path, only):
-        assert main(*few, "--wait", "--minutes", "0.05") == 128 + signal.SIGALRM
-    assert capsys.readouterr().err.endswith("minutes are over waiting for other processes; run again to continue\n")
-
-
-def test_a_demo_whose_runs_are_in_use_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, (recipe, _) = next(iter(demo.NETWORKS.items()))
-    short = recipe.but(epochs=0.25, eval_every=5)
-    monkeypatch.setattr(demo, "NETWORKS", {name: (short, 1)})
-    with open_run(tmp_path / "runs", demo.SGD.on(short)):
-        assert main("demo", "--out", tmp_path) == 4
-    out, err = capsys.readouterr()
-    assert "1 of 5 runs left to other processes" in err
-    assert str(tmp_path / "report" / "report.md") in out
+    assert capsys.readouterr().out.count("status finished") == 1
 
 
 def test_runs_that_are_all_finished_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -567,33 +490,31 @@ def told(recipe: Recipe, iteration: int, error: float) -> Progress:
     return Progress((recipe,), iteration, 100, (0.5,), (0.25,), 1234.0, 61.0, (line,))
 
 
-def screen(renderable: Any) -> str:
-    console = Console(width=200, force_terminal=False)
-    with console.capture() as capture:
-        console.print(renderable)
-    return capture.get()
+def test_the_bars_show_the_run_in_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("COLUMNS", "100")
+    with display.display(2) as watch:
+        assert watch is not None
+        watch(told(Recipe(epochs=1.0), 50, 0.125))
+    with display.steps(2) as begin:
+        begin("the first")
+        begin("the second")
+    out, err = capsys.readouterr()
+    assert out == ""
+    for shown in ("0.5/2 runs", "digits, mlp, sgd, seed 0", "61 s left, loss 0.5000", "1,234 images/s", "the second"):
+        assert shown in err
 
 
-def test_the_bars_show_the_run_in_progress() -> None:
-    bars = display.Bars(total=2)
-    bars.watch(told(Recipe(epochs=1.0), 50, 0.125))
-    text = screen(bars.body)
-    for shown in ("0.5/2 runs", "digits, mlp 64×64, sgd, lr 0.1, seed 0", "50/100 iterations, 1:01 left"):
-        assert shown in text
-    for shown in ("loss 0.5000", "error 25.00 %", "1,234 images/s", "test error 12.50 %"):
-        assert shown in text
-    bars.download("data.gz", 5, 10)
-    assert "data.gz" in screen(bars.body)
-
-
-def test_the_board_has_a_line_per_cell() -> None:
-    cells = demo.DEMO.cells(False, lambda recipe: None)
-    listed = list(cells)
-    board = display.Board(listed)
-    board.watch(told(listed[0].recipes[0], 100, 0.125))
-    text = screen(board)
-    assert all(cell.method.label in text for cell in listed)
-    assert "12.50" in text
+def test_a_log_has_a_line_per_point_and_no_bars(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Recipe(epochs=1.0)
+    with display.display(2) as watch, display.steps(2) as begin:
+        assert watch is not None
+        watch(told(recipe, 50, 0.125))
+        begin("the first")
+    line = f"  {recipe.folder} 50/100 loss 0.5000 test error % 12.50 1234 images/s 61 s left\n"
+    assert capsys.readouterr() == (line, "")
+    with display.display(2, quiet=True) as watch:
+        assert watch is None
 
 
 def test_the_demo_ends_in_tables_a_figure_and_a_page(
@@ -604,22 +525,19 @@ def test_the_demo_ends_in_tables_a_figure_and_a_page(
     monkeypatch.setenv("COLUMNS", "140")
     assert main("demo", "--out", tmp_path) == 0
     text = capsys.readouterr().out
-    gaps = re.findall(r"│ (?:MLP|CNN) \[.*?\]\s*│\s*(\S+) │\s*(\S+) │\s*(\S+) │\n", text)
+    gaps = re.findall(r"^ *(?:MLP|CNN) \[.*?\] +(\S+) +(\S+) +(\S+) *$", text, re.MULTILINE)
     assert len(gaps) == 2
     for sgd, path_sgd, gsgd in gaps:
         assert float(sgd) > 0.1
         assert max(float(path_sgd), float(gsgd)) < 1e-9
     written = [Path(line) for line in text.splitlines() if line.startswith(str(tmp_path))]
-    assert [path.name for path in written] == ["report.md", "report.html", "demo.png", "demo.svg"]
+    figures = [f"{name}.{kind}" for name in ("headline", "demo") for kind in ("png", "svg")]
+    assert [path.name for path in written] == ["report.md", "report.html", *figures]
+    markdown = written[0].read_text()
+    assert markdown.index("## One network, written twice") < markdown.index("headline.svg") < markdown.index("|---")
     assert all(path.stat().st_size > 1000 for path in written)
-    for label in (
-        "SGD",
-        "G-SGD",
-        "Path-SGD",
-        "SGD from skeleton init (control)",
-        "SGD, free skeleton frozen (control)",
-    ):
-        assert f"│ {label} " in text
+    for label in ("SGD", "G-SGD", "Path-SGD", "SGD from skeleton init", "SGD, free skeleton frozen"):
+        assert re.search(rf"^ *{label} +\d", text, re.MULTILINE)
     assert main("demo", "--out", tmp_path) == 0
     assert "Trained before" in capsys.readouterr().out
 
@@ -651,7 +569,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert all(name in text and e.question in text for name, e in EXPERIMENTS.items())
     assert main("train", "--help") == 0
-    assert training.EXAMPLES in capsys.readouterr().out
+    assert train_command.EXAMPLES in capsys.readouterr().out
 
 
 # Benchmarks

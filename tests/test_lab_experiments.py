@@ -9,16 +9,16 @@ import torch
 
 import gspace
 from gspace.lab import cost, reproduce
+from gspace.lab.cells import LENGTHS, Cell, Experiment, Variant, best, data_label, jobs, seeds, shorten, stand_in
 from gspace.lab.data import load
-from gspace.lab.experiment import LENGTHS, Cell, Experiment, Variant, best, data_label, jobs, seeds, shorten, stand_in
 from gspace.lab.experiments import EXPERIMENTS, invariant_ratio
 from gspace.lab.learners import initial_model
 from gspace.lab.models import build_model
 from gspace.lab.optimizers import build_optimizer
-from gspace.lab.queue import batches, read_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.settings import CONTROLS, FROM_SKELETON, TABLE_1, cifar
 from gspace.lab.stacked import stackable
+from gspace.lab.sweep import batches, read_queue
 from gspace.lab.transform import feed
 
 ABSENT = frozenset({"mnist", "fashion_mnist", "cifar10", "cifar100"})

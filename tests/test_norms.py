@@ -47,7 +47,7 @@ def small(kind: type[Small]) -> Small:
 # All paths -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [1, 2, 1.5, 20])
+@pytest.mark.parametrize("p", [1, 2, 1.5, 16])
 @pytest.mark.parametrize("kind", SMALL)
 def test_path_norm_is_the_sum_over_enumerated_paths(kind: type[Small], p: float) -> None:
     model = small(kind)
@@ -56,7 +56,7 @@ def test_path_norm_is_the_sum_over_enumerated_paths(kind: type[Small], p: float)
     torch.testing.assert_close(norm.value, expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("p", [1, 2, 20])
+@pytest.mark.parametrize("p", [1, 2, 16])
 @pytest.mark.parametrize("kind", SMALL)
 def test_gradients_of_the_path_norm_are_those_of_the_enumerated_sum(kind: type[Small], p: int) -> None:
     model = small(kind)
@@ -173,59 +173,33 @@ def test_average_pooling_counts_as_the_convolution_it_is() -> None:
         )
 
 
-def largest_path(model: nn.Sequential) -> float:
-    """log of the largest |v| of an MLP, by max instead of sums."""
-    log = torch.zeros(model[0].in_features, dtype=torch.float64)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            log = torch.maximum((layer.weight.double().abs().log() + log).amax(1), layer.bias.double().abs().log())
-    return float(log.max().detach())
-
-
-@pytest.mark.parametrize("depth", [2, 40])
-def test_a_large_p_does_not_give_minus_infinity(depth: int) -> None:
-    model = randomize_(zoo.mlp(5, *[6] * depth, 4), 0)
-    norm = path_norm(model, 1000)
-    most = (depth + 2) * math.log(7) / 1000  # (number of paths)^(1/p)
-    assert 0 <= float(norm.log.detach()) - largest_path(model) + 1e-5 <= most + 2e-5
-    grads = torch.autograd.grad(norm.log, list(model.parameters()))
-    assert all(bool(g.isfinite().all()) for g in grads)
-    # d log φ / d log w, summed over the weights of a layer, is the share of the paths that pass it: at most 1.
-    share = sum(float((g * w).sum().detach()) for g, w in zip(grads[-2:], model[-1].parameters(), strict=True))
-    assert share == pytest.approx(1, abs=1e-5)
-
-
-def test_at_a_large_p_a_path_of_small_weights_counts() -> None:
-    """No weight of the largest path is the largest of its layer, by a factor of 10."""
-    model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
-    with torch.no_grad():
-        model[0].weight.copy_(torch.tensor([[1.0], [0.1]]))
-        model[2].weight.copy_(torch.tensor([[0.01, 0.8]]))
-    assert float(path_norm(model, 1000).log.detach()) == pytest.approx(math.log(0.08), rel=1e-6)
-
-
-def test_numbers_and_logarithms_give_the_same_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_positive_weights_the_sum_is_the_network_itself_on_ones() -> None:
+    """Transposed, grouped and dilated convolutions and pads, all coefficients positive; p by powers of weights."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.ConvTranspose2d(4, 6, 3, 2, 1, 1, groups=2),
-        nn.LeakyReLU(2.0),
+        nn.LeakyReLU(0.5),
         nn.Conv2d(6, 4, 3, 2, 2, 2, groups=2),
-        nn.BatchNorm2d(4),
-        nn.MaxPool2d(2, 2, 1),
-        nn.PReLU(4, 3.0),
+        nn.PReLU(4),
         nn.ConvTranspose2d(4, 2, (2, 3), (1, 2), dilation=2),
-        nn.Upsample(scale_factor=2, mode="bicubic"),
+        nn.ReplicationPad2d(1),
+        nn.Upsample(scale_factor=2, mode="nearest"),
         nn.ZeroPad2d(1),
         nn.Flatten(2),
-        nn.Linear(240, 3),
+        nn.Linear(640, 3),
     ).double()
-    graph = path_graph(model, torch.zeros(2, 4, 5, 5))
-    found = []
-    for large in (4, 0):
-        monkeypatch.setattr("gspace.paths.pathsum.LARGE", large)
-        logs = [path_norm(model, p, graph=graph).log for p in (1, 2, 3)]
-        found.append([*logs, *torch.autograd.grad(logs[1], list(model.parameters()))])
-    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-14)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.abs_()
+        model[3].weight.fill_(1)
+    x, graph = torch.ones(1, 4, 5, 5).double(), path_graph(model, torch.zeros(2, 4, 5, 5))
+    for p in (1, 2, 7):
+        raised = copy.deepcopy(model)
+        with torch.no_grad():
+            for weight in raised.parameters():
+                weight.pow_(p)
+        found = path_norm(model, p, graph=graph).log * p
+        torch.testing.assert_close(found, raised(x).sum().log(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
@@ -779,7 +753,7 @@ def test_penalty_refuses_an_unknown_mode() -> None:
         BasisPathPenalty(0.1, "l2")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("p", [0.5, math.inf, math.nan])
+@pytest.mark.parametrize("p", [0.5, 17, math.inf, math.nan])
 def test_a_power_that_is_none_is_refused(p: float) -> None:
     with pytest.raises(ValueError, match="p must be"):
         path_norm(nn.Linear(3, 2), p)

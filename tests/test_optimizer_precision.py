@@ -92,7 +92,9 @@ def test_gradients_may_be_clipped_and_unscaled_by_hand(kind: Kind) -> None:
 
 
 # Adam's ε of 1e-8 is 0 in float16, for torch's Adam as for parameters outside units.
-SIXTEEN: dict[type[torch.optim.Optimizer], dict[str, Any]] = {torch.optim.Adam: {"eps": 1e-4}}
+SIXTEEN: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
+    cls: {"eps": 1e-4} for cls in (torch.optim.AdamW, torch.optim.RMSprop)
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

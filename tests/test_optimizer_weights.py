@@ -181,9 +181,9 @@ def without_rate(model: nn.Module, optimizer: Any) -> None:
         group["lr"] = rate
         if "steps" in group:  # PathSGD counts
             group["steps"] = 0
-    for name in ("momentum_buffer", "exp_avg", "exp_avg_sq", "step"):
-        for state in optimizer.state.values():
-            state.pop(name, None)
+    for state in optimizer.state.values():
+        for name in state.keys() - {"skeleton", "kappa"}:
+            del state[name]
     optimizer.zero_grad()
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 

@@ -28,6 +28,12 @@ def is_sharded(t: Tensor) -> bool:
     return module is not None and isinstance(t, module.DTensor)
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before `fully_shard` put one of its own in front."""
+    kind = type(module)
+    return kind.__mro__[2] if kind.__module__.startswith("torch.distributed.fsdp._fully_shard") else kind
+
+
 def any_sharded(model: nn.Module) -> bool:
     return any(map(is_sharded, model.parameters()))
 
@@ -186,9 +192,7 @@ def whole_copy(model: nn.Module) -> nn.Module:
     def module(m: nn.Module, prefix: str) -> nn.Module:
         if id(m) in made:
             return made[id(m)]
-        kind: Any = type(m)
-        if kind.__module__.startswith("torch.distributed.fsdp"):  # `fully_shard` puts a class of its own in front
-            kind = kind.__mro__[2]
+        kind: Any = class_of(m)
         twin = made[id(m)] = kind.__new__(kind)
         vars(twin).update(vars(m))
         vars(twin)["_parameters"] = {k: parameter(p, prefix + k) for k, p in m._parameters.items()}

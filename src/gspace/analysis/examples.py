@@ -1,9 +1,9 @@
 """An example batch for a model: what the user gives, what the model itself offers, or a guess from its first layer."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gspace.analysis.forward import Inputs, TraceError
 
+T = TypeVar("T")
 ROWS = 2  # of a guessed batch: BatchNorm needs more than one
 SIDES = (32, 28, 64, 16, 8, 29, 224, 96, 48, 4, 5, 6, 7, 9, 10, 12, 14, 20, 24, 299)
 TOKENS = (16, 7)
@@ -39,6 +40,19 @@ def few_rows(example: Inputs, rows: int = ROWS) -> Inputs | None:
 
 def _plain(example: Inputs) -> Any:
     return dict(example) if isinstance(example, Mapping) else example
+
+
+def attempted(run: Callable[[list[Inputs]], T], model: nn.Module, example_input: Any) -> T:
+    """What `run` makes of the batches that are given, else of the first guess that the model accepts."""
+    if example_input is not None:
+        return run(batches(example_input))
+    tried: list[tuple[Inputs, Exception]] = []
+    for guess in guesses(model):
+        try:
+            return run([guess])
+        except TraceError as error:
+            tried.append((guess, error))
+    raise refusal(tried)
 
 
 def redrawn(example: Inputs, generator: torch.Generator) -> Inputs:

@@ -1,50 +1,23 @@
 """Follows the scales of a model through one run: every ATen call adds its equations (`rules.py`).
 
-`Follow` is a `TorchDispatchMode`. Each operation arrives with real tensors. Its rule reads the nodes of its inputs from
-shadow memory, adds equations, and says which nodes its outputs have. An operation without a rule sets what it reads to
-ground, with its name, the module and the reason.
+`Follow` is a `Run` whose shadows are nodes. A rule reads those of its inputs, adds equations, and says which nodes the
+outputs have. An operation without a rule sets what it reads to ground, with its name, the module and the reason.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
-from gspace.analysis.forward import TraceError
 from gspace.analysis.memory import Memory, Raw, key_of
+from gspace.analysis.run import Run
 from gspace.analysis.weights import LARGEST, Weights
 
 Nodes = Tensor | Raw | None
-Rule = Callable[["Follow", "Call"], "Nodes | list[Nodes]"]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of an operation, its arguments by name, defaults filled in."""
-
-    name: str
-    function: Callable[..., Any]
-    args: dict[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.args[name]
-
-    def get(self, *names: str) -> Any:
-        """The first of these arguments that the operation has."""
-        return next((self.args[name] for name in names if name in self.args), None)
-
-    def run(self, /, **changed: Any) -> Any:
-        """The operation itself on other values."""
-        return self.function(**{**self.args, **changed})
 
 
 @dataclass(frozen=True)
@@ -65,7 +38,7 @@ class Norm(NamedTuple):
     affine: bool
 
 
-class Follow(TorchDispatchMode):
+class Follow(Run):
     """The equations of a model's run, and what else the analysis needs of it.
 
     Attributes:
@@ -75,16 +48,16 @@ class Follow(TorchDispatchMode):
         statistics: Running statistics by storage: nodes and power of their scale.
         positions: First and last use of the parameters, in the order of the run.
         branches: How many branches depended on chance.
-        parameters: Names of parameters by storage.
         passed: What nodes went through, by the names of `PASSES`.
     """
 
-    def __init__(self, rules: dict[str, Rule], residual: str) -> None:
-        super().__init__()
-        self.rules, self.residual = rules, residual
+    creates = frozenset("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill".split())
+
+    def __init__(self, rules: Mapping[str, Any], residual: str) -> None:
         self.equations = Equations()
         self.weights = Weights(self.equations)
-        self.memory = Memory(self.weights.nodes)
+        super().__init__(rules, Memory(_blank, self.weights.nodes))
+        self.residual = residual
         self.pins: list[Pinned] = []
         self.absorbed: list[Tensor] = []
         self.untrained: list[Tensor] = []
@@ -92,12 +65,7 @@ class Follow(TorchDispatchMode):
         self.statistics: dict[int, tuple[Tensor, int]] = {}
         self.positions: dict[tuple[int, int], tuple[int, int]] = {}
         self.passed: dict[str, list[Tensor]] = {}
-        self.position = self.branches = self._ticks = 0
-        self._data: dict[int, StorageWeakRef] = {}
-        self._chance: dict[int, StorageWeakRef] = {}
-        self.operation = ""
-        self.modules: list[str] = []
-        self.parameters: dict[int, str] = {}
+        self.position = self.branches = 0
 
     # Shadows ----------------------------------------------------------------------------------------------------------
 
@@ -111,16 +79,9 @@ class Follow(TorchDispatchMode):
             whole = parameter.detach().as_strided((n,), (1,), 0)
             self.memory.write(whole, Raw(key, (n,), (1,), 0))
 
-    def depends_on_data(self, t: Any) -> bool:
-        return isinstance(t, Tensor) and key_of(t) in self._data
-
     def unknown(self, t: Any) -> bool:
         """Whether another batch may have other values here, or there are none (meta device)."""
         return self.depends_on_data(t) or (isinstance(t, Tensor) and t.is_meta)
-
-    def given(self, inputs: Sequence[Tensor]) -> None:
-        """The inputs of the model: ground, and data."""
-        self._data.update((key_of(t), StorageWeakRef(t.untyped_storage())) for t in inputs if key_of(t))
 
     def content(self, t: Any) -> Tensor | Raw:
         """What is known of a tensor or number."""
@@ -160,7 +121,7 @@ class Follow(TorchDispatchMode):
     # Equations --------------------------------------------------------------------------------------------------------
 
     def where(self) -> str:
-        return self.modules[-1] if self.modules else "the model"
+        return self.modules[-1][0] if self.modules else "the model"
 
     def pin(self, content: Tensor | Raw, reason: str, operation: str = "") -> None:
         """Sets nodes to ground."""
@@ -232,151 +193,43 @@ class Follow(TorchDispatchMode):
 
     # The run ----------------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # nodes are on the CPU, whatever the default device
-            return self._dispatch(func, args, kwargs or {})
+    def settle(self, name: str, tensors: Sequence[Any], outs: Sequence[Tensor], results: Sequence[Any]) -> None:
+        for t, nodes in zip(outs, results, strict=False):
+            self._assign(t, nodes)
+        if name in PASSES:
+            self._pass(PASSES[name], tensors, results[0])
 
-    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name, writes, is_view = facts(func)
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        for t in _targets(func, args, kwargs) if writes else ():
-            if key_of(t) in self.parameters and t.numel():
-                raise written(self.parameters[key_of(t)])
-        result: Any = None
-        rule = self.rules.get(name)
-        if not is_view and (name in CREATES or any(t in self.memory for t in tensors)):
-            self.operation = name
-            if rule is None:
-                decomposed = self._decomposed(func, args, kwargs)
-                if decomposed is not NotImplemented:
-                    return decomposed
-                rule = self.rules[""]
-            result = rule(self, Call(name, func, bound(func, args, kwargs)))
-        out = func(*args, **kwargs)
-        outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if result is not None or (writes and not is_view and any(t in self.memory for t in outs)):
-            listed = result if isinstance(result, list) else [result] * len(outs)
-            for t, nodes in zip(outs, listed, strict=False):
-                self._assign(t, nodes)
-            if name in PASSES:
-                self._pass(name, tensors, listed[0])
-        self._taint(torch.Tag.nondeterministic_seeded in func.tags, name, tensors, outs)
-        return out
+    def escaped(self, t: Tensor, name: str) -> None:
+        self.pin(self.content(t), "its values are read outside of torch", name)
 
-    def whole(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Follows a function as one operation, whatever it is made of."""
-        self.operation = name
-        bound = {**dict(zip(ARGUMENTS[name], args, strict=False)), **kwargs}
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            nodes = self.rules[name](self, Call(name, func, bound))
-            out = func(*args, **kwargs)
-            self._assign(out, nodes[0] if isinstance(nodes, list) else nodes)
-            self._pass(name, tree_leaves(bound), nodes[0] if isinstance(nodes, list) else nodes)
-        self._taint(False, name, [t for t in tree_leaves(bound) if isinstance(t, Tensor)], [out])
-        return out
+    def branched(self, chance: bool) -> None:
+        self.branches += chance
 
-    def _pass(self, name: str, tensors: Sequence[Any], nodes: Nodes) -> None:
+    def _pass(self, kind: str, tensors: Sequence[Any], nodes: Nodes) -> None:
         """Remembers what scales go through; a product counts where both factors are activations."""
-        kind = PASSES[name]
         if isinstance(nodes, Tensor) and (kind == "relu" or sum(map(self.depends_on_data, tensors)) > 1):
             found = squash(nodes)[0].unique()
             self.passed.setdefault(kind, []).append(found[found > ANY])
 
     def _assign(self, t: Tensor, nodes: Nodes) -> None:
-        if nodes is None:
-            nodes = torch.tensor(GROUND)
-        if t.layout is not torch.strided:
-            self.pin(nodes, "turned into a sparse tensor")
-        elif t.is_floating_point():
-            self.memory.write(t, nodes if isinstance(nodes, Raw) else nodes.expand(t.shape))
-        else:
-            self.pin(nodes, "turned into numbers that are not floating")
-
-    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """torch's own way to write an operation without a rule by others, if there is one."""
-        decomposition = func.decompose if func._can_decompose() else torch._decomp.decomposition_table.get(func)
-        if decomposition is None:
-            return NotImplemented
-        with self:
-            return decomposition(*args, **kwargs)
-
-    def _taint(self, random: bool, name: str, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        for table, drawn in ((self._data, False), (self._chance, random)):
-            if drawn or any(key_of(t) in table for t in tensors):
-                table.update((key_of(t), StorageWeakRef(t.untyped_storage())) for t in outs if key_of(t))
-                self.branches += table is self._chance and name == "_local_scalar_dense"
-        self._ticks += 1
-        if self._ticks % 256 == 0:
-            self.memory.forget()
-            for table in (self._data, self._chance):
-                for key in [key for key, storage in table.items() if storage.expired()]:
-                    del table[key]
+        if isinstance(nodes, Tensor) and not bool(thin(nodes)[0].any()):
+            nodes = None
+        if t.layout is torch.strided and t.is_floating_point():
+            self.memory.write(t, nodes)
+        elif nodes is not None:
+            self.pin(nodes, "turned into numbers that are not floating, or sparse")
 
 
-ARGUMENTS = {"scaled_dot_product_attention": "query key value attn_mask dropout_p is_causal scale enable_gqa".split()}
 PASSES = {
     **dict.fromkeys("relu leaky_relu rrelu_with_noise _prelu_kernel prelu clamp_min threshold".split(), "relu"),
     **dict.fromkeys("mul glu".split(), "gate"),
     **dict.fromkeys("bmm baddbmm scaled_dot_product_attention".split(), "attention"),
 }
-CREATES = frozenset("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill".split())
 
 
-class Calls(TorchFunctionMode):
-    """What a dispatch mode does not see as such: values that leave torch, and attention before it is fused or not."""
-
-    ESCAPES = frozenset("numpy tolist __array__ __dlpack__ data_ptr".split())
-
-    def __init__(self, follow: Follow) -> None:
-        super().__init__()
-        self.follow = follow
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in self.ESCAPES and args and isinstance(args[0], Tensor) and args[0] in self.follow.memory:
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                self.follow.pin(self.follow.content(args[0].detach()), "its values are read outside of torch", name)
-        if name == "scaled_dot_product_attention":
-            return self.follow.whole(name, func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-def written(name: str) -> TraceError:
-    return TraceError(f"forward writes into parameter {name!r}: do that outside of it (a hook, the training loop)")
-
-
-def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
-    given = bound(func, args, kwargs)
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [t for name in names for t in tree_leaves(given.get(name)) if isinstance(t, Tensor)]
+def _blank(t: Tensor) -> Tensor:
+    return torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=torch.long)
 
 
 def _sizes(content: Tensor | Raw) -> tuple[int, ...]:
     return content.sizes if isinstance(content, Raw) else tuple(content.shape)
-
-
-@cache
-def facts(func: Any) -> tuple[str, bool, bool]:
-    """Its name without the underscore of a call in place, whether it writes, and whether its result is a view."""
-    name = func._schema.name.split("::")[1]
-    writes = func._schema.is_mutable
-    name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    return name, writes, func.is_view or name in VIEWS
-
-
-VIEWS = frozenset(
-    "detach alias lift lift_fresh _unsafe_view _reshape_alias transpose t squeeze unsqueeze as_strided "
-    "unsafe_split unsafe_split_with_sizes unsafe_chunk".split()
-)
-
-
-@cache
-def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    arguments = func._schema.arguments
-    return tuple(a.name for a in arguments), {a.name: a.default_value for a in arguments}
-
-
-def bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names, defaults = _signature(func)
-    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}

@@ -21,6 +21,10 @@ class TraceError(ValueError):
     """A model could not be run or followed; the message says what to do."""
 
 
+class PathError(ValueError):
+    """A network has no path sum; the message names the place and the way out."""
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The module behind `torch.compile`, `DataParallel`, `DistributedDataParallel` and `AveragedModel`."""
     wrappers = {

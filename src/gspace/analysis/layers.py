@@ -6,9 +6,10 @@ The rules are as in `rules.py`.
 import torch
 from torch import Tensor
 
-from gspace.analysis.follow import Call, Follow, Nodes, Norm, Pinned
+from gspace.analysis.follow import Follow, Nodes, Norm, Pinned
 from gspace.analysis.memory import Raw, key_of
 from gspace.analysis.rules import ZERO
+from gspace.analysis.run import Call
 
 # Layers ---------------------------------------------------------------------------------------------------------------
 
@@ -43,15 +44,6 @@ def _as_batch(content: Tensor | Raw, rank: int, new: int) -> Tensor | Raw:
 
 def _biased(s: Follow, nodes: Tensor, bias: Tensor) -> Tensor:
     return s.tied(nodes, s.ids(bias).expand(nodes.shape))
-
-
-def linear(s: Follow, c: Call) -> Nodes:
-    x, w = s.content(c.get("input", "self")), s.content(c["weight"])
-    w = w._replace(sizes=w.sizes[::-1], strides=w.strides[::-1]) if isinstance(w, Raw) else w.t()
-    nodes = s.weights.nodes(x) if isinstance(x, Raw) else x
-    rows = s.reduce(nodes, range(nodes.dim() - 1)).reshape(1, 1, -1)
-    result = s.contract(rows, _as_batch(w, 2, 2))[0, 0]
-    return result if c.get("bias") is None else _biased(s, result, c["bias"])
 
 
 def convolution(s: Follow, c: Call) -> Nodes:

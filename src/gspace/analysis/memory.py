@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gspace.analysis.equations import thin
-
 Sizes = tuple[int, ...]
 
 
@@ -56,8 +54,9 @@ def geometry(t: Tensor) -> tuple[Sizes, Sizes, int]:
 class Memory:
     """The shadows of all storages that hold anything but ground."""
 
-    def __init__(self, made: Callable[[Raw], Tensor]) -> None:
+    def __init__(self, blank: Callable[[Tensor], Tensor], made: Callable[[Raw], Tensor] | None = None) -> None:
         self.shadows: dict[int, Shadow] = {}
+        self._blank = blank  # what elements of a storage are that nothing was written to
         self._made = made  # the nodes of a parameter's elements
 
     def __contains__(self, t: Tensor) -> bool:
@@ -77,44 +76,44 @@ class Memory:
         split, steps, start = parts
         content = shadow.content
         if isinstance(content, Tensor):
+            if sizes == content.shape[::-1] and [s for ss in steps for s in ss] == list(content.stride()[::-1]):
+                return content.permute(*reversed(range(content.dim())))
             start += int(content.storage_offset())
-            return content.as_strided([n for ns in split for n in ns], [s for ss in steps for s in ss], start).reshape(
-                sizes
-            )
+            found = content.as_strided([n for ns in split for n in ns], [s for ss in steps for s in ss], start)
+            return found if found.shape == t.shape else found.reshape(sizes)
         merged = [_merge(ns, ss) for ns, ss in zip(split, steps, strict=True)]
         if None in merged:
             return self._flat(t, shadow).as_strided(sizes, strides, offset)
         return content.as_strided(sizes, [s for s in merged if s is not None], start)
 
-    def write(self, t: Tensor, content: Tensor | Raw) -> None:
-        """`content` has the sizes of `t`, or is to be expanded to them."""
+    def write(self, t: Tensor, content: Tensor | Raw | None) -> None:
+        """`content` has the sizes of `t`, or is to be expanded to them; None: there is nothing to know."""
         key, (sizes, strides, offset) = key_of(t), geometry(t)
-        old = self.shadows.get(key)
-        ground = isinstance(content, Tensor) and not bool(thin(content)[0].any())
-        storage = t.untyped_storage()
+        storage, old = t.untyped_storage(), self.shadows.get(key)
         whole = t.numel() * t.element_size() == storage.nbytes()
-        if whole or old is None:
-            self.shadows.pop(key, None)
-            if ground:
+        if content is None:
+            if whole or old is None:
+                self.shadows.pop(key, None)
                 return
-        if isinstance(content, Tensor):
+            content = self._blank(t).as_strided(sizes, strides, offset)
+        if isinstance(content, Tensor) and content.shape != t.shape:
             content = content.expand(sizes)
-        if whole:
-            self.shadows[key] = Shadow(StorageWeakRef(storage), t.element_size(), sizes, strides, offset, content)
-            return
-        flat = torch.zeros(storage.nbytes() // t.element_size(), dtype=torch.long)
-        if old is not None:
-            flat = self._flat(t, old).clone()
-        flat.as_strided(sizes, strides, offset).copy_(self.nodes(content))
-        self.shadows[key] = Shadow(StorageWeakRef(storage), t.element_size(), (len(flat),), (1,), 0, flat)
+        if not whole:
+            flat = self._blank(t) if old is None else self._flat(t, old).clone()
+            flat.as_strided(sizes, strides, offset).copy_(self.nodes(content))
+            sizes, strides, offset, content = (len(flat),), (1,), 0, flat
+        self.shadows[key] = Shadow(StorageWeakRef(storage), t.element_size(), sizes, strides, offset, content)
 
     def nodes(self, content: Tensor | Raw) -> Tensor:
         """Nodes as a tensor."""
-        return content if isinstance(content, Tensor) else self._made(content)
+        if isinstance(content, Tensor):
+            return content
+        assert self._made is not None
+        return self._made(content)
 
     def _flat(self, t: Tensor, shadow: Shadow) -> Tensor:
-        """The nodes of the whole storage, one after the other; kept instead of what was written."""
-        flat = torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=torch.long)
+        """What is known of the whole storage, element by element; kept instead of what was written."""
+        flat = self._blank(t)
         flat.as_strided(shadow.sizes, shadow.strides, shadow.offset).copy_(self.nodes(shadow.content))
         self.shadows[key_of(t)] = shadow._replace(sizes=(len(flat),), strides=(1,), offset=0, content=flat)
         return flat

@@ -5,13 +5,16 @@ where torch knows how. Else it pins what it reads: never wrong, only unused; and
 operation that is known has none, the third entry is the reason.
 """
 
-from gspace.analysis import layers, record, rules
-from gspace.analysis import pathrules as paths
-from gspace.analysis.follow import Rule
-from gspace.analysis.pathrules import NOT_HOMOGENEOUS, PRODUCT, UNKNOWN
-from gspace.analysis.record import READ
+from collections.abc import Callable
+from typing import Any
 
-TABLE: tuple[tuple[str, Rule, record.Rule | str], ...] = (
+from gspace.analysis import layers, rules
+from gspace.analysis import pathrules as paths
+from gspace.analysis.pathrules import NOT_HOMOGENEOUS, PRODUCT, UNKNOWN
+from gspace.analysis.sums import READ
+
+Rule = Callable[..., Any]
+TABLE: tuple[tuple[str, Rule, Rule | str], ...] = (
     ("", rules.unknown, UNKNOWN),
     # entry by entry
     ("relu abs neg positive", rules.homogeneous, paths.same),
@@ -27,7 +30,7 @@ TABLE: tuple[tuple[str, Rule, record.Rule | str], ...] = (
     ("add sub rsub maximum minimum fmax fmin", rules.added, paths.added),
     ("where masked_fill", rules.added, paths.masked),
     ("lerp", rules.added, UNKNOWN),
-    ("lt le gt ge eq ne", rules.compared, paths.chosen),
+    ("lt le gt ge eq ne", rules.compared, paths.nothing),
     ("addcmul addcdiv", rules.product_added, UNKNOWN),
     # movement
     ("clone _to_copy copy contiguous", rules.copied, paths.copied),
@@ -55,7 +58,7 @@ TABLE: tuple[tuple[str, Rule, record.Rule | str], ...] = (
     # reductions
     ("sum mean amax amin max min", rules.reduced, paths.reduced),
     ("norm linalg_vector_norm std var var_mean std_mean median nanmedian aminmax nansum", rules.reduced, UNKNOWN),
-    ("argmax argmin argsort", rules.along, paths.chosen),
+    ("argmax argmin argsort", rules.along, paths.nothing),
     ("cumsum sort topk cummax cummin", rules.along, UNKNOWN),
     (
         "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d max_pool1d "
@@ -68,8 +71,6 @@ TABLE: tuple[tuple[str, Rule, record.Rule | str], ...] = (
     ("col2im fractional_max_pool2d", rules.pooled, UNKNOWN),
     # layers
     ("mm bmm addmm baddbmm mv addmv dot vdot", layers.matrix_product, paths.matrix_product),
-    ("linear mkldnn_linear", layers.linear, paths.linear),
-    ("_addmm_activation", layers.linear, UNKNOWN),
     (
         "convolution _convolution cudnn_convolution mkldnn_convolution convolution_overrideable",
         layers.convolution,
@@ -101,12 +102,12 @@ TABLE: tuple[tuple[str, Rule, record.Rule | str], ...] = (
         "empty_strided new_empty_strided randint_like is_same_size sym_size _has_compatible_shallow_copy_type set_data "
         "resize _assert_tensor_metadata",
         rules.ground,
-        paths.made,
+        paths.nothing,
     ),
     (
         "bernoulli sign sgn signbit isnan isinf isfinite logical_not logical_and logical_or nonzero any all",
         rules.ground,
-        paths.chosen,
+        paths.nothing,
     ),
     ("_local_scalar_dense item equal is_nonzero allclose", rules.read_out, READ),
     # what every scale changes
@@ -121,4 +122,4 @@ TABLE: tuple[tuple[str, Rule, record.Rule | str], ...] = (
 )
 
 RULES: dict[str, Rule] = {name: rule for names, rule, _ in TABLE for name in names.split(" ")}
-PATHS: dict[str, record.Rule | str] = {name: rule for names, _, rule in TABLE for name in names.split(" ")}
+PATHS: dict[str, Rule | str] = {name: rule for names, _, rule in TABLE for name in names.split(" ")}

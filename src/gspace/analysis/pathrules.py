@@ -15,272 +15,217 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspace.analysis.follow import Call
-from gspace.analysis.record import CHANCE, CHOSEN, SLOT, Kind, Record, Value, opaque
-from gspace.analysis.sums import Slot
+from gspace.analysis.run import Call
+from gspace.analysis.sums import CHANCE, CHOSEN, Power, Sums, merged, multiplied
 
 NOT_HOMOGENEOUS = "it is not positively homogeneous"
 UNKNOWN = "no rule is known for it"
 PRODUCT = "it multiplies two activations"
 INDICES = frozenset("index indices mask condition dim size sizes".split())
-
-LAYER = (Kind.ACTIVATION, Kind.WEIGHT)
-Values = list[Value | None]
+Powers = list[Power | None]
 
 
-def same(record: Record, call: Call) -> Values:
+def same(s: Sums, c: Call) -> Powers:
     """ReLU, dropout …: nothing is negative, all of it passes."""
-    x = record.read(call.get("self", "input"))
-    if x.kind is Kind.WEIGHT and call.name not in ("abs", "neg", "positive"):
-        raise record.refusal("it is applied to a parameter")
-    return [x]
+    t = c.get("self", "input")
+    if s.is_weight(t) and c.name not in ("abs", "neg", "positive"):
+        raise s.refusal("it is applied to a parameter")
+    return [s.read(t)]
 
 
-def copied(record: Record, call: Call) -> Value:
-    """Also into memory that is there, expanded to its sizes."""
-    t, into = call.get("src", "self"), call["self"]
-    x = record.read(t)
-    if not isinstance(t, Tensor) or t.shape == into.shape:
-        return x
-    return record.move("aten.expand.default", x, self=SLOT, size=list(into.shape))
+def copied(s: Sums, c: Call) -> Power:
+    """Also into memory that is there."""
+    return s.read(c.get("src", "self"))
 
 
-def filled(record: Record, call: Call) -> Value | None:
+def filled(s: Sums, c: Call) -> Power | None:
     """zero_, fill_: what was there is gone; their relatives make a new tensor."""
-    if call.name not in ("zero", "fill"):
-        return None
-    value = call.get("value")
-    x = record.read(0.0 if value is None else value)
-    return record.move("aten.expand.default", x, self=SLOT, size=list(call["self"].shape))
+    return s.read(c.get("value") or 0.0) if c.name in ("zero", "fill") else None
 
 
-def made(record: Record, call: Call) -> None:
-    """ones_like …: what does not depend on the values."""
+def nothing(s: Sums, c: Call) -> None:
+    """ones_like …: does not depend on values. Comparisons, places of maxima: nothing that a path may go through."""
 
 
-def chosen(record: Record, call: Call) -> Values:
-    """Comparisons, places of maxima: nothing a path may go through."""
-    return [opaque(CHOSEN)] * 4
+def moved(s: Sums, c: Call) -> Power:
+    """Moves, copies, joins or leaves out entries: the operation itself, on sums. Indices must not depend on data."""
+    tensors: list[Any] = []
+    for name, value in c.args.items():
+        parts = [t for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor)]
+        if name not in INDICES:
+            tensors += parts
+        elif any(t in s.memory for t in parts):
+            raise s.refusal(CHOSEN)
+    if c.get("accumulate"):
+        raise s.refusal(UNKNOWN)
+
+    def run(*values: Tensor) -> Tensor:
+        sums = {id(t): value.clone() if c.in_place else value for t, value in zip(tensors, values, strict=True)}
+        changed = {k: [sums.get(id(t), t) for t in v] if isinstance(v, list) else sums.get(id(v), v)
+                   for k, v in c.args.items()}  # fmt: skip
+        out: Tensor = c.function(**changed)
+        return out
+
+    return merged(run, *map(s.read, tensors))
 
 
-def moved(record: Record, call: Call) -> Value:
-    """Moves, copies, joins or leaves out entries: the operation itself, on sums."""
-    inputs: list[Value] = []
-
-    def slot(t: Any) -> Any:
-        if isinstance(t, list):
-            return [slot(v) for v in t]
-        if not isinstance(t, Tensor):
-            return t
-        inputs.append(record.read(t))
-        return Slot(len(inputs) - 1)
-
-    args = {name: _fixed(record, t) if name in INDICES else slot(t) for name, t in call.args.items()}
-    if call.get("accumulate"):
-        raise record.refusal(UNKNOWN)
-    return record.step("moved", *inputs, constants=(str(call.function), args))
+def padded(s: Sums, c: Call) -> Power:
+    if c["value"] != 0:
+        raise s.refusal("it pads with a constant other than 0")
+    return moved(s, c)
 
 
-def _fixed(record: Record, value: Any) -> Any:
-    """An index or mask, which must not depend on the input."""
-    if isinstance(value, list):
-        return [_fixed(record, v) for v in value]
-    if not isinstance(value, Tensor):
-        return value
-    if _is_data(record, value):
-        raise record.refusal(CHOSEN)
-    return value.clone()
-
-
-def _is_data(record: Record, t: Tensor) -> bool:
-    known = record.find(t)
-    return known is not None and known.kind is not Kind.CONSTANT
-
-
-def padded(record: Record, call: Call) -> Value:
-    if call["value"] != 0:
-        raise record.refusal("it pads with a constant other than 0")
-    return moved(record, call)
-
-
-def embedding(record: Record, call: Call) -> Value:
+def embedding(s: Sums, c: Call) -> Power:
     """Σ over the vocabulary, an all-ones one-hot vector, where tokens are an input; else the rows that are named."""
-    if not _is_data(record, call["indices"]):
-        return record.move(
-            "aten.embedding.default", record.read(call["weight"]), weight=SLOT, indices=call["indices"].clone()
-        )
-    rows = record.step("sum", record.read(call["weight"]), constants=((0,), False))
-    shape = (*call["indices"].shape, 1)
-    column = record.move("reshaped", record.read(call["indices"]), t=SLOT, order=(), sizes=shape, back=())
-    return record.product("multiply", column, rows)
+    table, tokens = s.read(c["weight"]), c["indices"]
+    if tokens not in s.memory:
+        return merged(lambda t: t[tokens], table)
+    return multiplied(torch.mul, s.read(tokens.unsqueeze(-1)), table._replace(values=table.values.sum(0)))
 
 
 # Entry by entry -------------------------------------------------------------------------------------------------------
 
 
-def added(record: Record, call: Call) -> Value:
-    x, y = call["self"], call["other"]
-    alpha = call.get("alpha")
-    scaled = x if call.name == "rsub" else y
-    values = {id(t): record.read(t) for t in (x, y)}
+def added(s: Sums, c: Call) -> Power:
+    x, y, alpha = c["self"], c["other"], c.get("alpha")
+    a, b = s.read(x), s.read(y)
     if alpha not in (None, 1):
-        values[id(scaled)] = record.product("multiply", values[id(scaled)], record.constant(alpha))
-    if not isinstance(y, Tensor) and y == 0:
-        return values[id(x)]
-    return record.step("add", values[id(x)], values[id(y)])
+        factor = s.constant(alpha)
+        a, b = (multiplied(torch.mul, a, factor), b) if c.name == "rsub" else (a, multiplied(torch.mul, b, factor))
+    return merged(torch.add, a, b)
 
 
-def product(record: Record, call: Call) -> Value:
-    return record.product("multiply", record.read(call["self"]), record.read(call["other"]))
+def product(s: Sums, c: Call) -> Power:
+    x, y = c["self"], c["other"]
+    if s.is_activation(x) and s.is_activation(y):
+        raise s.refusal(PRODUCT)
+    return multiplied(torch.mul, s.read(x), s.read(y))
 
 
-def divided(record: Record, call: Call) -> Value:
-    x, y = record.read(call["self"]), record.read(call["other"])
-    if y.kind is not Kind.CONSTANT or call.get("rounding_mode") is not None:
-        raise record.refusal("it divides by an activation or a parameter")
-    return record.product("multiply", x, record.step("inverse", y))
+def divided(s: Sums, c: Call) -> Power:
+    y = c["other"]
+    if s.is_activation(y) or s.is_weight(y) or c.get("rounding_mode") is not None:
+        raise s.refusal("it divides by an activation or a parameter")
+    return multiplied(torch.div, s.read(c["self"]), s.read(y)._replace(exponent=None))
 
 
-def masked(record: Record, call: Call) -> Value:
+def masked(s: Sums, c: Call) -> Power:
     """masked_fill, where: each entry has the paths of what it is taken from."""
-    if call.name == "where":
-        x, y = call["self"], call["other"]
-    else:
-        x, y = call["value"], call["self"]
-    mask = _fixed(record, call.get("condition", "mask"))
-    return record.move("aten.where.self", record.read(x), record.read(y), condition=mask, self=SLOT, other=Slot(1))
+    x, y = (c["self"], c["other"]) if c.name == "where" else (c["value"], c["self"])
+    mask = c.get("condition", "mask")
+    if mask in s.memory:
+        raise s.refusal(CHOSEN)
+    return merged(lambda a, b: torch.where(mask, a, b), s.read(x), s.read(y))
 
 
-def clamped(record: Record, call: Call) -> Values:
+def clamped(s: Sums, c: Call) -> Powers:
     """Those that are a ReLU."""
-    bounds = [call.get(*names) for names in (("min", "min_val", "threshold"), ("max", "max_val", "value"))]
+    bounds = [c.get(*names) for names in (("min", "min_val", "threshold"), ("max", "max_val", "value"))]
     numbers = [0.0 if b is None else b for b in bounds]
     if any(isinstance(b, Tensor) or not (b == 0 or math.isinf(b)) for b in numbers):
-        raise record.refusal(NOT_HOMOGENEOUS)
-    return same(record, call)
+        raise s.refusal(NOT_HOMOGENEOUS)
+    return same(s, c)
 
 
-def leaky(record: Record, call: Call) -> Value:
+def leaky(s: Sums, c: Call) -> Power | None:
     """The larger of the two slopes. In evaluation mode the slope of RReLU is the mean of its bounds."""
-    slope = call.get("negative_slope")
+    slope = c.get("negative_slope")
     if slope is None:
-        if call["training"]:
-            raise record.refusal(CHANCE)
-        slope = (call["lower"] + call["upper"]) / 2
-    (x,) = same(record, call)
-    assert x is not None
-    return x if abs(slope) <= 1 else record.product("multiply", x, record.constant(slope))
+        if c["training"]:
+            raise s.refusal(CHANCE)
+        slope = (c["lower"] + c["upper"]) / 2
+    (x,) = same(s, c)
+    return x if x is None or abs(slope) <= 1 else multiplied(torch.mul, x, s.constant(slope))
 
 
-def prelu(record: Record, call: Call) -> Value:
-    slope = record.step("at_least_one", record.read(call["weight"]))
-    return record.product("multiply", record.read(call["self"]), slope)
+def prelu(s: Sums, c: Call) -> Power:
+    slope = s.read(c["weight"])
+    return multiplied(torch.mul, s.read(c["self"]), Power(slope.at(torch.zeros_like(s.p)).clamp(min=1)))
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------
 
 
-def reduced(record: Record, call: Call) -> Values | Value:
+def reduced(s: Sums, c: Call) -> Powers | Power:
     """sum; mean, where each of n counts with (1/n)^p; the largest or smallest, with one path from every entry."""
-    t = call.get("self", "input")
-    if isinstance(call.get("other"), Tensor):
-        return added(record, call)
-    dims, keep = call.get("dim"), bool(call.get("keepdim"))
+    if isinstance(c.get("other"), Tensor):
+        return added(s, c)
+    t, dims, keep = c.get("self", "input"), c.get("dim"), bool(c.get("keepdim"))
     listed = [dims] if isinstance(dims, int) else list(dims or range(t.dim()))
-    result = record.step("sum", record.read(t), constants=(tuple(listed), keep))
-    if call.name == "mean":
-        n = math.prod(t.shape[d] for d in listed)
-        result = record.step("multiply", result, record.constant(1 / n))
-    return [result, opaque(CHOSEN)]
+    result = merged(lambda x: x.sum(listed, keep) if listed else x, s.read(t))
+    if c.name == "mean":
+        result = multiplied(torch.mul, result, s.constant(1 / math.prod(t.shape[d] for d in listed)))
+    return [result, None]
 
 
-def windows(record: Record, call: Call) -> Values:
+def windows(s: Sums, c: Call) -> Powers:
     """Pooling and interpolation: Σ_s |a(o, s)|^p·x(s) for the coefficients a of the operation, which is asked for them.
 
     a factors over the dimensions: a(o, s) = L(1)(o) · Π_i L(δ(s_i))(o)/L(1)(o), with δ(s_i) the indicator of coordinate
     s_i and L the operation. For a maximum both are indicators of the window, and the sum is over the window.
     """
-    name, t = ("self", call["self"]) if "self" in call.args else ("input", call["input"])
-    dims = next(int(c) for c in call.name if c.isdigit())
+    name, t = ("self", c["self"]) if "self" in c.args else ("input", c["input"])
+    dims = next(int(digit) for digit in c.name if digit.isdigit())
     space = t.shape[-dims:]
 
     def run(x: Tensor) -> Tensor:
-        y = call.run(**{name: x})
+        y = c.run(**{name: x})
         return y if isinstance(y, Tensor) else y[0]  # with the indices of the maxima
 
-    ones = torch.ones(1, 1, *space, dtype=torch.float64, device=t.device)
-    total = run(ones)
-    value = record.read(t)
+    total = run(torch.ones(1, 1, *space, dtype=torch.float64, device=t.device))
+    value = s.read(t)
     for i, n in enumerate(space):
         one_hot = torch.eye(n, dtype=torch.float64, device=t.device)
         one_hot = one_hot.reshape([n, 1] + [n if j == i else 1 for j in range(dims)])
         share = run(one_hot.expand(n, 1, *space).contiguous()) / total
         line: list[Any] = [slice(None), 0] + [slice(None) if j == i else 0 for j in range(dims)]
-        last = list(range(t.dim()))
-        last.append(last.pop(i - dims))
-        back = sorted(range(t.dim()), key=lambda d: last[d])
-        value = record.move("aten.permute.default", value, self=SLOT, dims=last)
-        value = record.step("matmul", value, record.constant(share[tuple(line)]))
-        value = record.move("aten.permute.default", value, self=SLOT, dims=back)
-    value = record.step("multiply", value, record.constant(total[0, 0]))
-    return [value, opaque(CHOSEN)]
+        along = s.constant(share[tuple(line)])
+        value = multiplied(lambda x, a, d=i - dims: (x.movedim(d, -1) @ a).movedim(-1, d), value, along)
+    return [multiplied(torch.mul, value, s.constant(total[0, 0])), None]
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 
-def matrix_product(record: Record, call: Call) -> Value:
+def _contracted(s: Sums, function: Any, x: Tensor, y: Tensor) -> Power:
+    """A constant that is contracted with a weight is an input of the network."""
+    if s.is_activation(x) and s.is_activation(y):
+        raise s.refusal(PRODUCT)
+    s.starts = x not in s.memory or y not in s.memory
+    return multiplied(function, s.read(x), s.read(y))
+
+
+def matrix_product(s: Sums, c: Call) -> Power:
     """With `add` in its name, what is added is the first argument."""
-    adds = "add" in call.name
-    left = call.get("mat1", "batch1", "mat") if adds else call["self"]
-    x, y = record.read(left), record.read(call.get("mat2", "batch2", "vec", "tensor", "other"))
-    alpha, beta = (call["alpha"], call["beta"]) if adds else (1, 1)
-    if call.name in ("mm", "addmm") and len(left) == alpha == beta == 1 and (x.kind, y.kind) == LAYER:
-        return record.step("row", x, y, *([record.read(call["self"])] if adds else []), layers=1)
-    value = record.product("matmul", x, y)
-    value = value if alpha == 1 else record.product("multiply", value, record.constant(alpha))
+    adds = "add" in c.name
+    x = c.get("mat1", "batch1", "mat") if adds else c["self"]
+    value = _contracted(s, torch.matmul, x, c.get("mat2", "batch2", "vec", "tensor", "other"))
     if not adds:
         return value
-    b = record.read(call["self"])
-    return record.step("add", value, b if beta == 1 else record.product("multiply", b, record.constant(beta)))
+    alpha, beta = (s.constant(c[name]) for name in ("alpha", "beta"))
+    value = value if c["alpha"] == 1 else multiplied(torch.mul, value, alpha)
+    bias = s.read(c["self"])
+    return merged(torch.add, value, bias if c["beta"] == 1 else multiplied(torch.mul, bias, beta))
 
 
-def linear(record: Record, call: Call) -> Value:
-    turned = record.move("aten.t.default", record.read(call["weight"]), self=SLOT)
-    value = record.product("matmul", record.read(call.get("input", "self")), turned)
-    return value if call.get("bias") is None else record.step("add", value, record.read(call["bias"]))
-
-
-def convolution(record: Record, call: Call) -> Value:
+def convolution(s: Sums, c: Call) -> Power:
     """A bias is an edge from ground, which carries 1."""
-    dims = call["weight"].dim() - 2
-    transposed, output_padding = bool(call.get("transposed")), list(call.get("output_padding") or [0])
-    options = [*(list(call[name]) for name in ("stride", "padding", "dilation")), output_padding]
-    stride, padding, dilation, more = (o * dims if len(o) == 1 else o for o in options)
-    x, w = record.read(call.get("input", "self")), record.read(call["weight"])
-    value = record.product("convolve", x, w, stride, padding, dilation, transposed, more, call["groups"])
-    if call.get("bias") is None:
-        return value
-    return record.step("add", value, _per_channel(record, record.read(call["bias"]), dims))
+    options = [c[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
+    value = _contracted(s, lambda x, w: torch.convolution(x, w, None, *options), c["input"], c["weight"])
+    return value if c["bias"] is None else merged(torch.add, value, _per_channel(s.read(c["bias"]), c["input"]))
 
 
-def _per_channel(record: Record, x: Value, dims: int) -> Value:
-    """A vector over the channels, which `dims` dimensions follow."""
-    return record.move("reshaped", x, t=SLOT, order=(), sizes=(-1, *[1] * dims), back=()) if dims else x
+def _per_channel(x: Power, like: Tensor) -> Power:
+    return x._replace(values=x.values.reshape(-1, *[1] * (like.dim() - 2)))
 
 
-def batch_norm(record: Record, call: Call) -> Values:
+def batch_norm(s: Sums, c: Call) -> Powers:
     """(x + |mean|^p)·|γ|^p/σ^p + |β|^p, σ² = running variance + ε."""
-    mean, var, dims = call["running_mean"], call["running_var"], call["input"].dim() - 2
-    if call.get("training") or mean is None or var is None:
-        raise record.refusal("it has no running statistics, so its scale depends on the batch")
-
-    def per_channel(t: Tensor) -> Value:
-        return _per_channel(record, record.read(t), dims)
-
-    deviation = record.step("deviation", constants=(record.source(var), call["eps"]))
-    value = record.step("add", record.read(call["input"]), per_channel(mean))
-    value = record.product("multiply", value, _per_channel(record, deviation, dims))
-    if call["weight"] is not None:
-        value = record.product("multiply", value, per_channel(call["weight"]))
-    return [value if call["bias"] is None else record.step("add", value, per_channel(call["bias"]))]
+    x, mean, var = c["input"], c["running_mean"], c["running_var"]
+    if c.get("training") or mean is None or var is None:
+        raise s.refusal("it has no running statistics, so its scale depends on the batch")
+    value = merged(torch.add, s.read(x), _per_channel(s.read(mean), x))
+    deviation = Power((var.double() + c["eps"]).pow(-s.p / 2))
+    gain = deviation if c["weight"] is None else multiplied(torch.mul, deviation, s.read(c["weight"]))
+    value = multiplied(torch.mul, value, _per_channel(gain, x))
+    return [value if c["bias"] is None else merged(torch.add, value, _per_channel(s.read(c["bias"]), x))]

@@ -139,6 +139,7 @@ class Analysis:
             times before a squared ReLU, the sum of two behind a gate.
         unseen: Parameters with elements that no run has read, and how many: nothing is known of them.
         passes: Units whose scale goes through a "relu", a "gate" (a product of two activations) or an "attention".
+        modules: What the modules of the model were (`identity`), to know it again.
     """
 
     H: int
@@ -155,6 +156,7 @@ class Analysis:
     forms: Mapping[int, Form] = field(default_factory=dict, repr=False)
     unseen: Mapping[str, int] = field(default_factory=dict, repr=False)
     passes: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
+    modules: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def log_scales(self, units: Tensor) -> Tensor:
         """Log-scales of all ids of `edges`, given those of ground and units, `(1 + H + H_absorbed,)`."""

@@ -1,179 +1,211 @@
-"""Runs a model under `Follow`: once per batch and mode, and as often as chance or unused weights ask for."""
+"""One run of a model under a `TorchDispatchMode`: every ATen call arrives with real tensors, control flow just happens.
+
+Behind every storage lies a shadow (`memory`) of what is known of it: nodes of scales (`follow`) or sums over paths
+(`sums`). The rule of an operation (`operations`) reads those of its inputs and says those of its outputs. Views, and
+writes through them, need no rule. What depends on the inputs, and on chance, is known by storage too.
+"""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from gspace.analysis.assemble import unread
-from gspace.analysis.examples import batches, first_line, guesses, redrawn, refusal
-from gspace.analysis.follow import Calls, Follow, Pinned, written
-from gspace.analysis.forward import Inputs, TraceError, arguments, attributes, kept, set_mode, tensors_in
-from gspace.analysis.memory import key_of
-from gspace.analysis.operations import RULES
-from gspace.analysis.result import Residual
-from gspace.devices import on_cpu
-
-QUIET, MOST = 5, 24  # where chance decides a branch: runs in a row that must say nothing new, and runs at most
+from gspace.analysis.examples import first_line
+from gspace.analysis.forward import Inputs, PathError, TraceError, arguments
+from gspace.analysis.memory import Memory, key_of
 
 
-class Task(NamedTuple):
-    """What is to be followed.
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation, its arguments by name, defaults filled in."""
+
+    name: str
+    function: Callable[..., Any]
+    args: dict[str, Any]
+
+    @property
+    def in_place(self) -> bool:
+        return facts(self.function)[1]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    def get(self, *names: str) -> Any:
+        """The first of these arguments that the operation has."""
+        return next((self.args[name] for name in names if name in self.args), None)
+
+    def run(self, /, **changed: Any) -> Any:
+        """The operation itself on other values."""
+        return self.function(**{**self.args, **changed})
+
+
+class Run(TorchDispatchMode):
+    """What is common to both meanings of a run.
 
     Attributes:
-        model: The module.
-        residual: "tie" or "pin".
-        modules: Modules whose outputs are set to ground.
-        parameters: Names of parameters that must stay as they are.
-        modes: Values of `training` to run it with.
+        rules: By operation; "" is the rule of those that are in no row.
+        parameters: Names of parameters by storage.
+        modules: In which module the run is, by name and kind; the innermost last.
     """
 
-    model: nn.Module
-    residual: Residual
-    modules: frozenset[nn.Module]
-    parameters: frozenset[str]
-    modes: tuple[bool, ...]
+    creates: frozenset[str] = frozenset()  # operations whose result is known though nothing is that they read
+
+    def __init__(self, rules: Mapping[str, Any], memory: Memory) -> None:
+        super().__init__()
+        self.rules, self.memory = rules, memory
+        self.parameters: dict[int, str] = {}
+        self.modules: list[tuple[str, str]] = []
+        self.operation = ""
+        self._data: dict[int, StorageWeakRef] = {}
+        self._chance: dict[int, StorageWeakRef] = {}
+        self._ticks = 0
+
+    # What the meanings do in their own ways ---------------------------------------------------------------------------
+
+    def applied(self, rule: Any, call: Call) -> Any:
+        """What a rule says of the outputs: one thing for each, or one for all of them."""
+        return rule(self, call)
+
+    def settle(self, name: str, tensors: Sequence[Any], outs: Sequence[Tensor], results: Sequence[Any]) -> None:
+        """Writes results to the shadows of the outputs."""
+        for t, result in zip(outs, results, strict=False):
+            self.memory.write(t, result)
+
+    def escaped(self, t: Tensor, name: str) -> None:
+        """Values leave torch."""
+
+    def branched(self, chance: bool) -> None:
+        """A value that depends on data, or on chance, is read by Python."""
+
+    # Data and chance --------------------------------------------------------------------------------------------------
+
+    def given(self, inputs: Sequence[Tensor]) -> None:
+        """Inputs of the model, and what else is data."""
+        self._data.update((key_of(t), StorageWeakRef(t.untyped_storage())) for t in inputs if key_of(t))
+
+    def depends_on_data(self, t: Any) -> bool:
+        return isinstance(t, Tensor) and key_of(t) in self._data
+
+    def depends_on_chance(self, t: Any) -> bool:
+        return isinstance(t, Tensor) and key_of(t) in self._chance
+
+    def _taint(self, random: bool, name: str, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        for table, drawn in ((self._data, False), (self._chance, random)):
+            if drawn or (name not in MADE and any(key_of(t) in table for t in tensors)):
+                table.update((key_of(t), StorageWeakRef(t.untyped_storage())) for t in outs if key_of(t))
+                if name == "_local_scalar_dense":
+                    self.branched(table is self._chance)
+        self._ticks += 1
+        if self._ticks % 256 == 0:
+            self.memory.forget()
+            for table in (self._data, self._chance):
+                for key in [key for key, storage in table.items() if storage.expired()]:
+                    del table[key]
+
+    # The run ----------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():  # shadows are where they are, whatever the default device
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name, writes, is_view = facts(func)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        for t in _targets(func, args, kwargs) if writes else ():
+            if key_of(t) in self.parameters and t.numel():
+                raise written(self.parameters[key_of(t)])
+        result: Any = None
+        if not is_view and (name in self.creates or any(t in self.memory for t in tensors)):
+            self.operation = name
+            if name not in self.rules and (decomposition := _decomposition(func)) is not None:
+                with self:
+                    return decomposition(*args, **kwargs)
+            result = self.applied(self.rules.get(name, self.rules[""]), Call(name, func, bound(func, args, kwargs)))
+        out = func(*args, **kwargs)
+        outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if result is not None or (writes and not is_view and any(t in self.memory for t in outs)):
+            self.settle(name, tensors, outs, result if isinstance(result, list) else [result] * len(outs))
+        self._taint(torch.Tag.nondeterministic_seeded in func.tags, name, tensors, outs)
+        return out
+
+    def whole(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Takes a function for one operation, whatever it is made of."""
+        self.operation = name
+        given = {**dict(zip(ARGUMENTS[name], args, strict=False)), **kwargs}
+        tensors = [t for t in given.values() if isinstance(t, Tensor)]
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            result = self.applied(self.rules[name], Call(name, func, given))
+            out = func(*args, **kwargs)
+            self.settle(name, tensors, [out], result)
+        self._taint(False, name, tensors, [out])
+        return out
 
 
-def followed(task: Task, example_input: Any) -> Follow:
-    """Runs the model on every batch, whole: what it does may depend on the number of rows. Guesses until one fits."""
-    if example_input is None:
-        tried: list[tuple[Inputs, Exception]] = []
-        for guess in guesses(task.model):
-            try:
-                return _run(task, [guess])
-            except TraceError as error:
-                tried.append((guess, error))
-        raise refusal(tried)
-    return _run(task, batches(example_input))
+ARGUMENTS = {"scaled_dot_product_attention": "query key value attn_mask dropout_p is_causal scale enable_gqa".split()}
+MADE = frozenset("ones_like zeros_like full_like empty_like new_ones new_zeros new_full new_empty".split())
+VIEWS = frozenset(
+    "detach alias lift lift_fresh _unsafe_view _reshape_alias transpose t squeeze unsqueeze as_strided "
+    "unsafe_split unsafe_split_with_sizes unsafe_chunk".split()
+)
 
 
-def _run(task: Task, examples: Sequence[Inputs]) -> Follow:
-    follow = Follow(RULES, task.residual)
-    on_cpu(_enter)(follow, task)
-    for example in examples:
-        for training in task.modes:
-            set_mode(task.model, training)
-            _repeat(follow, task, example)
-    generator = torch.Generator("cpu").manual_seed(0)
-    for _ in range(3):  # experts that no token went to
-        if not unread(follow, task.model):
-            break
-        for training in task.modes:
-            set_mode(task.model, training)
-            try:
-                _repeat(follow, task, redrawn(examples[0], generator))
-            except TraceError:  # other values the model does not take
-                return follow
-    return follow
+class Calls(TorchFunctionMode):
+    """What a dispatch mode does not see as such: values that leave torch, and attention before it is fused or not."""
+
+    ESCAPES = frozenset("numpy tolist __array__ __dlpack__ data_ptr".split())
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in self.ESCAPES and args and isinstance(args[0], Tensor) and args[0] in self.run.memory:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                self.run.escaped(args[0].detach(), name)
+        if name in ARGUMENTS:
+            return self.run.whole(name, func, args, kwargs)
+        return func(*args, **kwargs)
 
 
-def _enter(follow: Follow, task: Task) -> None:
-    """Every parameter; those that share memory, are complex or are to be left alone stay ground."""
-    ranges = []
-    for name, t in [*task.model.named_parameters(), *task.model.named_buffers()]:
-        if t.layout == torch.strided and t.numel():
-            first = int(t.storage_offset())
-            last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-            ranges.append((key_of(t), first * t.element_size(), (first + last + 1) * t.element_size(), name, t))
-    ranges.sort(key=lambda r: r[:3])
-    for k, (key, begin, end, name, t) in enumerate(ranges):
-        if isinstance(t, nn.Parameter):
-            follow.parameters[key] = name
-        if not isinstance(t, nn.Parameter) or not (t.is_floating_point() or t.is_complex()):
-            continue
-        near = ranges[max(0, k - 8) : k + 9]
-        others = [r[3] for r in near if r[0] == key and r[3] != name and begin < r[2] and r[1] < end]
-        reason = (
-            ("alias", f"{name}: shares its memory with {', '.join(others)}") if others
-            else ("alias", f"{name}: its entries may share memory") if _overlaps(t)
-            else ("complex", f"{name}: its values are complex") if t.is_complex()
-            else ("pin", f"{name}: pinned on request") if name in task.parameters
-            else None
-        )  # fmt: skip
-        if reason is None:
-            follow.enter(t)
-        else:
-            follow.pins.append(Pinned(reason[0], name, _channels(t), reason[1]))
-
-
-def _channels(t: Tensor) -> int:
-    return min([n for n in t.shape if n > 1][:2], default=1)
-
-
-def _overlaps(t: Tensor) -> bool:
-    """Whether a step along a dimension may land on entries of shorter steps, as in what `expand` returns."""
-    reach = 0
-    for step, n in sorted((step, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1):
-        if step <= reach:
-            return True
-        reach += (n - 1) * step
-    return False
-
-
-def _repeat(follow: Follow, task: Task, example: Inputs) -> None:
-    """One run; where chance decides a branch, runs until several in a row say nothing new."""
-    quiet, free = 0, -1
-    for _ in range(MOST):
-        tossed = follow.branches
-        _once(follow, task, example)
-        if follow.branches == tossed:
-            return
-        before, free = free, follow.weights.free()
-        quiet = quiet + 1 if free == before else 0
-        if quiet == QUIET:
-            return
-
-
-def _once(follow: Follow, task: Task, example: Inputs) -> None:
-    model, (args, kwargs) = task.model, arguments(example)
-    follow.position = 0
-    follow.given([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
-    before = {id(t) for t in attributes(model)}
+def called(run: Run, model: nn.Module, example: Inputs, after: Callable[[nn.Module, Any], None] | None = None) -> Any:
+    """The output of the model, followed by `run`; `after` sees the modules and their outputs."""
+    args, kwargs = arguments(example)
     try:
-        with _named(follow, task), Calls(follow), follow:
-            out = model(*args, **kwargs)
-    except TraceError:
+        with _named(run, model, after), Calls(run), run:
+            return model(*args, **kwargs)
+    except (TraceError, PathError):
         raise
     except Exception as error:
         raise TraceError(f"the model does not accept this example_input: {first_line(error)}") from error
-    for name, p in model.named_parameters():
-        if key_of(p) not in follow.parameters and p.numel():
-            raise written(name)
-    with torch._C.DisableTorchFunction():
-        for t in tensors_in(out):
-            if t in follow.memory:
-                follow.pin(follow.ids(t), "an output of the model", "output")
-        statistics = set(follow.statistics)
-        for t in [*kept(model, before), *model.buffers()]:
-            if t in follow.memory and follow.depends_on_data(t) and key_of(t) not in statistics:
-                follow.pin(follow.ids(t), "kept in an attribute of the model", "attribute")
 
 
 @contextmanager
-def _named(follow: Follow, task: Task) -> Iterator[None]:
-    """While it lasts, `follow` knows in which module it is; the outputs of those to be pinned are set to ground."""
-    names = {m: name for name, m in task.model.named_modules()}
+def _named(run: Run, model: nn.Module, seen: Callable[[nn.Module, Any], None] | None) -> Iterator[None]:
+    """While it lasts, `run` knows in which module it is."""
+    names = {m: name for name, m in model.named_modules()}
     here = threading.get_ident()  # torch calls these hooks in every thread
 
     def before(module: nn.Module, args: Any) -> None:
         if module in names and threading.get_ident() == here:
-            follow.modules.append(names[module] or "the model")
+            run.modules.append((names[module] or "the model", type(module).__name__))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if module in names and follow.modules and threading.get_ident() == here:
-            if module in task.modules:
+        if module in names and run.modules and threading.get_ident() == here:
+            if seen is not None:
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
-                    for t in tensors_in(output):
-                        if t in follow.memory:
-                            follow.pin(follow.ids(t), "pinned on request", "pin")
-            follow.modules.pop()
+                    seen(module, output)
+            run.modules.pop()
 
     handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
     try:
@@ -181,4 +213,43 @@ def _named(follow: Follow, task: Task) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        follow.modules.clear()
+        run.modules.clear()
+
+
+def written(name: str) -> TraceError:
+    return TraceError(f"forward writes into parameter {name!r}: do that outside of it (a hook, the training loop)")
+
+
+# Operations -----------------------------------------------------------------------------------------------------------
+
+
+def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    given = bound(func, args, kwargs)
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [t for name in names for t in tree_leaves(given.get(name)) if isinstance(t, Tensor)]
+
+
+def _decomposition(func: Any) -> Any:
+    """torch's own way to write an operation by others, if there is one."""
+    return func.decompose if func._can_decompose() else torch._decomp.decomposition_table.get(func)
+
+
+@cache
+def facts(func: Any) -> tuple[str, bool, bool]:
+    """Its name without the underscore of a call in place, whether it writes, and whether its result is a view."""
+    name = func._schema.name.split("::")[1]
+    name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return name, func._schema.is_mutable, func.is_view or name in VIEWS
+
+
+@cache
+def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    arguments = func._schema.arguments
+    return tuple(a.name for a in arguments), {a.name: a.default_value for a in arguments}
+
+
+def bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name."""
+    names, defaults = _signature(func)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}

@@ -1,35 +1,43 @@
-"""The two ways in which sums over paths are computed: as numbers, and, where p is large, as logarithms.
+"""The other meaning of a run: sums over paths, Σ |v(path)|^p, in place of values.
 
-Each has the same few methods. A recorded step of a network (`record`) is the name of one, what it reads, and constants.
-Everything is done in float64, so that weights rescaled by 1e±6 keep all their digits, squared and in float32 too.
+`Sums` is a `Run` whose shadows are sums. Every parameter w enters as |w|^p and every input as ones. Rules (`pathrules`)
+compute with them by torch's own operations, and a `Tape` below writes down what they do, to be done again for other
+weights and another p without the model. All of it is in float64: weights that are rescaled by 1e±6 keep their digits.
 """
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from gspace.analysis.forward import PathError
+from gspace.analysis.memory import Memory, key_of
+from gspace.analysis.run import Call, Run, facts
 from gspace.sharding import whole
 
-LARGE = 4  # beyond this p, powers of weights of one network no longer fit one exponent per tensor
-NOTHING = -1e30  # an exponent, or a logarithm, of 0
-Source = Tensor | tuple[nn.Module, str]
+LAYERS = 4  # products of weights in a row before a sum is renormalized
+NOTHING = -1e30  # the exponent of zeros: they hide nothing small beside them
+CHOSEN = "which entries are chosen depends on the input"
+CHANCE = "it depends on chance"
+READ = "its values are read outside of the network"
 
 
 class Power(NamedTuple):
-    """|t|^p of a tensor, or a sum of such: values · 2^exponent, nowhere negative.
+    """Sums of |v|^p: values · 2^exponent, nowhere negative.
 
     Attributes:
         values: Any shape.
         exponent: A scalar, which is a constant to autograd: the product does not depend on it. None stands for 0.
+        layers: Products of weights since it was renormalized.
     """
 
     values: Tensor
     exponent: Tensor | None = None
+    layers: int = 0
 
     def at(self, exponent: Tensor | None) -> Tensor:
         """The values that go with another exponent."""
@@ -39,242 +47,200 @@ class Power(NamedTuple):
 
     def renormalized(self) -> "Power":
         """The same number with its largest entry in [½, 1)."""
-        if not self.values.numel():
-            return self
         shift = torch.frexp(self.values.detach().amax()).exponent.double()
         return Power(torch.ldexp(self.values, -shift), shift if self.exponent is None else self.exponent + shift)
 
 
+def merged(function: Callable[..., Tensor], *xs: Power) -> Power:
+    """A function that moves or adds entries, on values with one exponent."""
+    found = [x.exponent for x in xs if x.exponent is not None]
+    if found and len(found) < len(xs):
+        found.append(torch.zeros_like(found[0]))
+    common = None if not found else torch.stack(found).amax() if len(found) > 1 else found[0]
+    return Power(function(*(x.at(common) for x in xs)), common, max(x.layers for x in xs))
+
+
+def multiplied(function: Callable[..., Tensor], x: Power, y: Power) -> Power:
+    """A function that is linear in both."""
+    shift = y.exponent if x.exponent is None else x.exponent if y.exponent is None else x.exponent + y.exponent
+    product = Power(function(x.values, y.values), shift)
+    layers = max(x.layers, y.layers) + 1
+    return product.renormalized() if layers >= LAYERS and product.values.numel() else product._replace(layers=layers)
+
+
 class Slot(NamedTuple):
-    """Stands for the k-th input of a step among its arguments."""
+    """Stands for the k-th tensor of a tape."""
 
     k: int
 
 
-def fetched(source: Source) -> Tensor:
-    """A parameter or buffer as it is now, or a constant."""
-    if isinstance(source, Tensor):
-        return source
-    module, name = source
-    found: Tensor | None = module._parameters.get(name)
-    found = module._buffers.get(name) if found is None else found
-    if found is None:
-        raise RuntimeError(f"{type(module).__name__} no longer has {name!r}: the path sum is of another model")
-    return found
+class Step(NamedTuple):
+    """An operation by its name, so that it can be pickled, and its arguments with slots in place of tensors."""
+
+    function: str
+    args: Any
+    kwargs: dict[str, Any]
 
 
-def _filled(args: Mapping[str, Any], given: Sequence[Any]) -> dict[str, Any]:
+class Tape(TorchDispatchMode):
+    """Writes down the operations that depend on its inputs, but for those of the model on values."""
+
+    def __init__(self, values: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self._values, self._count = values, 0
+        self._slots: dict[int, tuple[Tensor, Slot]] = {}
+
+    def enter(self, t: Tensor) -> Tensor:
+        self._slots[id(t)] = t, Slot(self._count)
+        self._count += 1
+        return t
+
+    def __contains__(self, t: Tensor) -> bool:
+        return id(t) in self._slots
+
+    def slot(self, t: Tensor) -> Any:
+        """Where it is on the tape; a constant is kept as it is now."""
+        return self._slots[id(t)][1] if t in self else t.detach().clone()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        noted = any(t in self for t in tensors) and not any(map(self._values, tensors))
+        if noted:
+            self.steps.append(Step(str(func), *tree_map_only(Tensor, self.slot, (args, kwargs))))
+        out = func(*args, **kwargs)
+        for t in tree_leaves(out) if noted else ():
+            self.enter(t)
+        return out
+
+
+def played(steps: Sequence[Step], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """All tensors of a tape, given other inputs."""
+    values, device = list(inputs), inputs[0].device
+
     def fill(value: Any) -> Any:
         if isinstance(value, Slot):
-            return given[value.k]
+            return values[value.k]
+        if isinstance(value, Tensor):
+            return value.to(device)
         return [fill(v) for v in value] if isinstance(value, list) else value
 
-    return {name: fill(value) for name, value in args.items()}
+    for name, args, kwargs in steps:
+        out = _function(name)(*map(fill, args), **{k: fill(v) for k, v in kwargs.items()})
+        values.extend([out] if isinstance(out, Tensor) else tree_leaves(out))
+    return values
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), torch.ops)
+
+
+class Sums(Run):
+    """Sums over the paths of one run.
+
+    Attributes:
+        p: The exponent, a scalar on the tape.
+    """
+
+    def __init__(self, rules: dict[str, Any], p: Tensor) -> None:
+        super().__init__(rules, Memory(lambda t: self.constant(_all_of(t)).values))
+        self.tape = Tape(lambda t: t in self.memory)
+        self.p = self.tape.enter(p)
+        self.starts = False  # a path starts here: a constant is contracted with a weight
+        self._scales: dict[int, tuple[Tensor | None, int]] = {}
+
+    def is_activation(self, t: Any) -> bool:
+        return isinstance(t, Tensor) and t in self.memory and self.depends_on_data(t)
+
+    def is_weight(self, t: Any) -> bool:
+        return isinstance(t, Tensor) and t in self.memory and not self.depends_on_data(t)
+
+    def constant(self, t: Tensor | float) -> Power:
+        """|t|^p of a fixed number."""
+        wide = (
+            t.double() if isinstance(t, Tensor) else torch.tensor(float(t), dtype=torch.float64, device=self.p.device)
+        )
+        fixed = wide not in self.tape
+        if fixed and not bool(wide.isfinite().all()):
+            raise self.refusal("an infinite number or NaN meets activations")
+        values = wide.abs().pow(self.p)
+        return Power(values, values.new_full((), NOTHING) if fixed and not bool(wide.any()) else None)
+
+    def read(self, t: Any) -> Power:
+        """The sums of a tensor or number."""
+        if not isinstance(t, Tensor) or t not in self.memory:
+            return self.constant(t)
+        found = self.memory.read(t)
+        if not isinstance(found, Tensor):
+            raise self.refusal("it reads memory in a dtype of another size")
+        return Power(found, *self._scales[key_of(t)])
+
+    def write(self, t: Tensor, x: Power | None) -> None:
+        if x is None:
+            self.memory.write(t, None)
+            return
+        if t.numel() * t.element_size() != t.untyped_storage().nbytes():  # one exponent for all that is there
+            base = merged(lambda there, new: there, self.read(_all_of(t)), x)
+            self.memory.write(_all_of(t), base.values.contiguous())
+            x = Power(x.at(base.exponent), base.exponent, base.layers)
+        self.memory.write(t, (x.values if x.values.shape == t.shape else x.values.expand(t.shape)).contiguous())
+        self._scales[key_of(t)] = x.exponent, x.layers
+
+    # The run ----------------------------------------------------------------------------------------------------------
+
+    def applied(self, rule: Any, call: Call) -> Any:
+        """A rule, or the reason why there is none; what data or chance have chosen has no paths."""
+        if not callable(rule):
+            raise self.refusal(rule)
+        for t in tree_leaves(call.args):
+            if (
+                isinstance(t, Tensor)
+                and t not in self.memory
+                and (self.depends_on_data(t) or self.depends_on_chance(t))
+            ):
+                raise self.refusal(CHANCE if self.depends_on_chance(t) else CHOSEN)
+        return rule(self, call)
+
+    def settle(self, name: str, tensors: Sequence[Any], outs: Sequence[Tensor], results: Sequence[Any]) -> None:
+        for t, result in zip(outs, results, strict=False):
+            self.write(t, result)
+        self.given(outs if self.starts else ())
+        self.starts = False
+
+    def escaped(self, t: Tensor, name: str) -> None:
+        self.operation = name
+        raise self.refusal(READ)
+
+    def branched(self, chance: bool) -> None:
+        raise self.refusal(CHANCE if chance else CHOSEN)
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = super()._dispatch(func, args, kwargs)
+        if facts(func)[0] in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+            tree_map(Tensor.zero_, out)
+        return out
+
+    def refusal(self, reason: str) -> PathError:
+        module, kind = self.modules[-1] if self.modules else ("the model", "")
+        return PathError(
+            f"no sum over paths: {module!r} ({kind}), {self.operation}: {reason}.\n"
+            "Only positively homogeneous operations pass values along paths: replace this one, or measure the parts "
+            "before and behind it."
+        )
 
 
 def power(t: Tensor, p: float) -> Tensor:
     """|t|^p in float64, of all of t if it is sharded."""
     t = whole(t)
-    wide = t.abs().double() if t.is_complex() else t.double()
-    if p == 2 and wide is not t and not wide.requires_grad:
-        return wide.square_()
-    return wide.square() if p == 2 else wide.abs().pow(p) if p != 1 else wide.abs()
+    wide = (t.abs() if t.is_complex() else t).double().contiguous()
+    if p == 2:
+        return wide.square() if wide is t or wide.requires_grad else wide.square_()
+    return wide.abs() if p == 1 else wide.abs().pow(p)
 
 
-class Numbers:
-    """Sums as numbers with one exponent per tensor, renormalized every few layers: any depth fits."""
-
-    def __init__(self, p: float, device: torch.device, powers: Mapping[int, Power]) -> None:
-        self.p, self.device, self.powers = p, device, powers
-
-    def leaf(self, source: Source, zero: bool) -> Power:
-        t = fetched(source)
-        known = self.powers.get(id(t))
-        if known is not None:
-            return known
-        values = power(t.to(self.device), self.p)
-        return Power(values, values.new_full((), NOTHING) if zero else None)  # zeros hide nothing small beside them
-
-    def ones(self, shape: Sequence[int]) -> Power:
-        return Power(torch.ones(shape, dtype=torch.float64, device=self.device))
-
-    def deviation(self, source: Source, eps: float) -> Power:
-        """1/σ^p of a variance."""
-        return Power((fetched(source).to(self.device, torch.float64) + eps).pow(-self.p / 2))
-
-    def moved(self, *given: Any) -> Power:
-        """The operation itself, on values with one exponent."""
-        *xs, name, args = given
-        exponent = _common(xs)
-        return Power(_function(name)(**_filled(args, [x.at(exponent) for x in xs])), exponent)
-
-    def add(self, x: Power, y: Power) -> Power:
-        exponent = _common((x, y))
-        return Power(x.at(exponent) + y.at(exponent), exponent)
-
-    def multiply(self, x: Power, y: Power) -> Power:
-        return Power(x.values * y.values, _product(x, y))
-
-    def inverse(self, x: Power) -> Power:
-        return Power(1 / x.values, None if x.exponent is None else -x.exponent)
-
-    def matmul(self, x: Power, y: Power) -> Power:
-        return Power(x.values @ y.values, _product(x, y))
-
-    def row(self, x: Power, y: Power, bias: Power | None = None) -> Power:
-        """A linear layer of one row."""
-        if bias is None:
-            return self.matmul(x, y)
-        if bias.exponent is x.exponent is y.exponent is None:
-            return Power(torch.addmm(bias.values, x.values, y.values))
-        return self.add(self.matmul(x, y), bias)
-
-    def convolve(self, x: Power, w: Power, *options: Any) -> Power:
-        return Power(torch.convolution(x.values, w.values, None, *options), _product(x, w))
-
-    def sum(self, x: Power, dims: tuple[int, ...], keep: bool) -> Power:
-        return x._replace(values=x.values.sum(dims, keep))
-
-    def at_least_one(self, x: Power) -> Power:
-        return Power(x.at(None if x.exponent is None else torch.zeros_like(x.exponent)).clamp(min=1))
-
-    def renormalized(self, x: Power) -> Power:
-        return x.renormalized()
-
-    def total(self, *outputs: Power) -> Power:
-        """The sum of all entries."""
-        exponent = _common(outputs)
-        values = [x.at(exponent).sum() for x in outputs]
-        return Power(torch.stack(values).sum() if len(values) > 1 else values[0], exponent)
-
-
-class Logs:
-    """Sums as logarithms of every entry: nothing leaves the range of numbers, at any p. Slow, for large p."""
-
-    def __init__(self, p: float, device: torch.device, powers: Mapping[int, Power]) -> None:
-        self.p, self.device, self.powers = p, device, powers
-
-    def leaf(self, source: Source, zero: bool) -> Tensor:
-        t = fetched(source)
-        known = self.powers.get(id(t))
-        if known is not None:
-            return known.values.log().clamp(min=NOTHING) + math.log(2) * (
-                0 if known.exponent is None else known.exponent
-            )
-        size = power(t.to(self.device), 1)
-        return torch.where(size == 0, NOTHING, self.p * torch.where(size == 0, 1, size).log())
-
-    def ones(self, shape: Sequence[int]) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64, device=self.device)
-
-    def deviation(self, source: Source, eps: float) -> Tensor:
-        return -self.p / 2 * (fetched(source).to(self.device, torch.float64) + eps).log()
-
-    def moved(self, *given: Any) -> Tensor:
-        *xs, name, args = given
-        kept = _function(name)(**_filled(args, [torch.ones_like(x) for x in xs]))  # 0 where it fills up
-        return torch.where(kept == 0, NOTHING, _function(name)(**_filled(args, xs)))
-
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.logaddexp(x, y)
-
-    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
-
-    def inverse(self, x: Tensor) -> Tensor:
-        return -x
-
-    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
-        """Column by column, so that no product of three sizes is ever in memory at once."""
-        if y.dim() == 1:
-            return (x + y).logsumexp(-1)
-        columns = [(x + (c.unsqueeze(-2) if x.dim() > 1 else c)).logsumexp(-1) for c in y.unbind(-1)]
-        return torch.stack(columns, -1)
-
-    def row(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.matmul(x, y) if bias is None else self.add(self.matmul(x, y), bias)
-
-    def convolve(
-        self,
-        x: Tensor,
-        w: Tensor,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-    ) -> Tensor:
-        """Windows of the input, one output channel after the other."""
-        dims = w.dim() - 2
-        around = list(zip(padding, padding, strict=True))
-        if transposed:  # the convolution of an input that is spread out, with the kernel turned around
-            spread = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True)]
-            wide = x.new_full((*x.shape[:2], *spread), NOTHING)
-            places: list[Any] = [slice(None, None, s) for s in (1, 1, *stride)]
-            wide[tuple(places)] = x
-            reach = [d * (k - 1) for d, k in zip(dilation, w.shape[2:], strict=True)]
-            around = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
-            w = w.flip(list(range(2, 2 + dims))).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-            x, stride = wide, [1] * dims
-        x = F.pad(x, [side for pair in reversed(around) for side in pair], value=NOTHING)
-        for d, (k, s, gap) in enumerate(zip(w.shape[2:], stride, dilation, strict=True)):
-            x = x.unfold(2 + d, (k - 1) * gap + 1, s)[..., ::gap]
-        x = x.unflatten(1, (groups, -1))  # batch, group, in, places, taps
-        per_group = len(w) // groups
-        over = [2, *range(3 + dims, 3 + 2 * dims)]
-        kernels = w.reshape(groups, per_group, -1, *[1] * dims, *w.shape[2:])
-        return torch.stack([(x + kernels[:, o]).logsumexp(over) for o in range(per_group)], 2).flatten(1, 2)
-
-    def sum(self, x: Tensor, dims: tuple[int, ...], keep: bool) -> Tensor:
-        return x.logsumexp(dims, keep) if dims else x
-
-    def at_least_one(self, x: Tensor) -> Tensor:
-        return x.clamp(min=0)
-
-    def renormalized(self, x: Tensor) -> Tensor:
-        return x
-
-    def total(self, *outputs: Tensor) -> Power:
-        log = torch.cat([x.flatten() for x in outputs]).logsumexp(0)
-        exponent = (log.detach() / math.log(2)).ceil()
-        return Power(torch.where(log < NOTHING / 2, 0, (log - exponent * math.log(2)).exp()), exponent)
-
-
-def _common(xs: Sequence[Power]) -> Tensor | None:
-    found = [x.exponent for x in xs if x.exponent is not None]
-    if not found:
-        return None
-    if len(found) < len(xs):
-        found.append(torch.zeros_like(found[0]))
-    return torch.stack(found).amax() if len(found) > 1 else found[0]
-
-
-def _product(x: Power, y: Power) -> Tensor | None:
-    if x.exponent is None or y.exponent is None:
-        return x.exponent if y.exponent is None else y.exponent
-    return x.exponent + y.exponent
-
-
-def reshaped(t: Tensor, order: tuple[int, ...], sizes: tuple[int, ...], back: tuple[int, ...]) -> Tensor:
-    t = t.permute(order) if order else t
-    t = t.reshape(sizes) if t.shape != torch.Size(sizes) else t
-    return t.permute(back) if back else t
-
-
-def strided(t: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
-    t = t.contiguous()
-    return t.as_strided(sizes, strides, offset + t.storage_offset())
-
-
-def written(base: Tensor, t: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
-    whole = base.contiguous().clone()
-    whole.as_strided(sizes, strides, offset).copy_(t)
-    return whole
-
-
-@functools.cache
-def _function(name: str) -> Any:
-    """An operation of torch ("aten.flip.default"), or one of those above. By name, so that a graph can be pickled."""
-    found: Any = {"reshaped": reshaped, "strided": strided, "written": written}.get(name)
-    return found or functools.reduce(getattr, name.split("."), torch.ops)
+def _all_of(t: Tensor) -> Tensor:
+    """The storage of a tensor, one element after the other."""
+    n = t.untyped_storage().nbytes() // t.element_size()
+    return t.detach().as_strided((n,), (1,), 0)

@@ -126,19 +126,27 @@ def balanced_log_scales(
     # Beyond the rounding of the weights, digits of a scale mean nothing.
     goal = 1e-13 if any(w.dtype == torch.float64 for w in parts) else 1e-9
     strength = [_square(e, w) for e, w in zip(here, parts, strict=True)]
+    for e, a in zip(edges, strength, strict=True):
+        if not bool(a.sum().isfinite()):
+            raise ValueError(f"{e.name} holds weights that are not finite, or whose squares are not")
     live = live_units(here, strength, n, reduce)
     free &= live
     layer = layers(edges, free)
     net = Network(_stacked(here, strength, live), reduce, _pairs(edges, layer), layer)
     del strength
+    start = torch.zeros_like(x)
     for _ in range(12):  # damped fixed-point sweeps: in log scale, so that factors of any size shrink geometrically
         into, out = sides(net, x)
-        change = torch.where(free, 0.25 * (out / into).log(), 0)
+        change = torch.where(free, 0.25 * (out.log() - into.log()), 0)
         x = x + change
-        if not bool((change.abs() > 1e-3).any()):
+        largest = float(change.abs().max())
+        if largest > 10:  # as factors they might overflow
+            _take_in(net.stacks, x)
+            start, x = start + x, torch.zeros_like(x)
+        if not largest > 1e-3:
             break
     _take_in(net.stacks, x)  # from here on x is small
-    start, x = x, torch.zeros_like(x)
+    start, x = start + x, torch.zeros_like(x)
     x = _layers_balanced(net, x)
     into, out = sides(net, x)
     for _ in range(100):
@@ -201,10 +209,11 @@ def _stacked(edges: Sequence[Edges], strength: list[Tensor], live: Tensor) -> li
 def _take_in(stacks: Sequence[Stack], x: Tensor) -> None:
     """a ← a·exp(2(x[head] − x[tail])), in place."""
     for s in stacks:
-        head, tail = (2 * x[s.head])[:, :, None], (2 * x[s.tail])[:, None, :]
+        head, tail = x[s.head][:, :, None], x[s.tail][:, None, :]
         for k in range(0, len(s.strength), 64):  # some matrices at a time: their exponents lie as far apart as scales
             part = slice(k, k + 64)
-            s.strength[part].mul_((head[part] - tail[part]).exp_())
+            factor = (head[part] - tail[part]).exp_()
+            s.strength[part].mul_(factor).mul_(factor)  # its square may be out of range where the product is not
 
 
 def _factors(s: Stack, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,7 +300,7 @@ def _layers_balanced(net: Network, x: Tensor) -> Tensor:
     for _ in range(20):
         E = energy * (2 * (y[k] - y[l])).exp()
         into, out = _gather(count, [k], [E]), _gather(count, [l], [E])
-        f = (into / out).log()
+        f = into.log() - out.log()
         if not bool((f[1:].abs() > 1e-2).any()):
             break
         values = torch.cat([torch.full_like(y, 4), -2 * E / into[k], -2 * E / out[l]])

@@ -7,6 +7,7 @@ BatchNorm's γ, β and running statistics are scaled along. Units absorbed by a 
 unless asked for: scaling them is exact only as ε → 0.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, analyzed
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales, conjugate_gradients, squares
-from gspace.optim.arguments import require_seen, require_values
+from gspace.optim.arguments import number, require_seen, require_values
 from gspace.sharding import edges_here, local, require, reshard, shared, weights_of
 
 
@@ -36,7 +37,13 @@ class Scales:
 
     def __post_init__(self) -> None:
         device = self.values.device if isinstance(self.values, Tensor) else "cpu"
-        values = torch.as_tensor(self.values, dtype=torch.float64, device=device).detach()
+        try:
+            given = torch.as_tensor(self.values, device=device).detach()
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"scales must be real numbers, got {type(self.values).__name__}") from None
+        if given.is_complex() or given.dtype == torch.bool:
+            raise TypeError(f"scales must be real numbers, got {given.dtype}")
+        values = given.double()
         if values.dim() != 1:
             raise ValueError(f"scales must be one value per unit, got a tensor of shape {tuple(values.shape)}")
         bad = ~(values.isfinite() & (values > 0))
@@ -78,6 +85,8 @@ def random_scales(
 ) -> Scales:
     """Scales e^N(0, std²), independent for every unit; absorbed units stay at 1 unless `absorbed`."""
     found = analyzed(model, analysis, options)
+    if not 0 <= number(std) < math.inf:
+        raise ValueError(f"std must be finite and not negative, got {std!r}")
     log = std * torch.randn(found.H + found.H_absorbed, generator=generator, dtype=torch.float64, device="cpu")
     if not absorbed:
         log[found.H :] = 0

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import gspace
 from gspace.analysis.examples import redrawn
+from gspace.lab.display import steps
 from gspace.lab.spec import FORM, load_model, parse_spec
-from gspace.lab.verify import TOLERANCE, Shape, guess, largest_changes, random_inputs
+from gspace.lab.verify import MODES, TOLERANCE, Shape, guess, largest_changes, random_inputs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints
         model, analysis, inputs, generator = analyzed(args)
         if args.verify:
-            changes = largest_changes(model, analysis, redrawn(inputs or guess(model), generator), generator)
+            with steps(2 * len(MODES)) as begin:
+                example = redrawn(inputs or guess(model), generator)
+                changes = largest_changes(model, analysis, example, generator, begin)
     exact = all(change <= TOLERANCE for change in changes.values())
     if args.json:
         verified = {"verify": {**changes, "tolerance": TOLERANCE, "exact": exact}} if args.verify else {}
@@ -69,15 +72,22 @@ def analyzed(args: argparse.Namespace) -> tuple[nn.Module, gspace.Analysis, tupl
     """The model of the command line, its analysis, its inputs if shapes were given, and the seed's generator."""
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
-    model = load_model(parse_spec(args.spec))
-    inputs = random_inputs(model, args.input_shape, generator)
+    with steps(2) as begin:
+        begin(f"build {args.spec}")
+        model = load_model(parse_spec(args.spec))
+        inputs = random_inputs(model, args.input_shape, generator)
+        begin("analyze")
+        analysis = _analysis(model, inputs, args)
+    return model, analysis, inputs, generator
+
+
+def _analysis(model: nn.Module, inputs: tuple[Tensor, ...], args: argparse.Namespace) -> gspace.Analysis:
     try:
-        analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
+        return gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
     except gspace.TraceError as error:
         if inputs or "example_input" not in str(error):
             raise
         raise gspace.TraceError(f"{str(error).rstrip('.')}. On the command line, --input-shape gives one.") from error
-    return model, analysis, inputs, generator
 
 
 def _sentence(units: int, changes: dict[str, float], exact: bool) -> str:

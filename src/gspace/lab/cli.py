@@ -37,7 +37,7 @@ COMMANDS = {
     "demo": Command("train small networks on bundled digits, in a minute", "gspace.lab.demo"),
     "analyze": Command("find the rescaling symmetry of a model", "gspace.lab.analyze"),
     "mappings": Command("find or check the mappings of a quantizer", "gspace.lab.mappings"),
-    "train": Command("train one recipe, or a list of them", "gspace.lab.training"),
+    "train": Command("train one recipe, or a list of them", "gspace.lab.train_command"),
     "reproduce": Command("run a table or figure of the paper", "gspace.lab.reproduce"),
     "draw": Command("draw a small network with its skeleton and basis paths", "gspace.lab.draw"),
     "report": Command("tables, figures and a page from recorded runs", "gspace.lab.report"),

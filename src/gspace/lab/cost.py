@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from gspace.lab.data import SETS
 from gspace.lab.learners import code_key
 from gspace.lab.models import build_model
-from gspace.lab.queue import batches
 from gspace.lab.recipe import Recipe
 from gspace.lab.schedule import evaluation_interval, total_iterations
 from gspace.lab.stacked import stackable
+from gspace.lab.sweep import batches
 from gspace.lab.transform import input_shape
 
 

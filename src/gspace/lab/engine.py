@@ -31,7 +31,6 @@ class Engine:
         graph: One CUDA graph per iteration; None does so on a GPU.
         deterministic: Only algorithms that give the same bits each time, at some cost (they always do on a CPU).
         checkpoint_seconds: Time between checkpoints.
-        tensorboard: Write the curve for TensorBoard too, into the run folder.
     """
 
     device: str = "auto"
@@ -39,7 +38,6 @@ class Engine:
     graph: bool | None = None
     deterministic: bool = False
     checkpoint_seconds: float = 60.0
-    tensorboard: bool = False
 
     def resolve(self) -> "Engine":
         """The same with every choice made; an error if what is asked for is not here."""
@@ -47,8 +45,6 @@ class Engine:
         cuda = device.type == "cuda"
         if self.graph and not cuda:
             raise DeviceError(f"a CUDA graph was asked for, but the device is {device}")
-        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise DeviceError("TensorBoard is not installed: pip install tensorboard")
         triton = importlib.util.find_spec("triton") is not None
         return Engine(
             device=str(device),
@@ -56,7 +52,6 @@ class Engine:
             graph=cuda if self.graph is None else self.graph,
             deterministic=self.deterministic,
             checkpoint_seconds=self.checkpoint_seconds,
-            tensorboard=self.tensorboard,
         )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gspace.lab.baseline import BASELINE, SGD_GAP
+from gspace.lab.cells import Axis, Cell, Cells, Experiment, Method, Scores, best, seeds
 from gspace.lab.cost import network_cost
-from gspace.lab.experiment import Axis, Cell, Cells, Experiment, Method, Scores, best, seeds
 from gspace.lab.recipe import Recipe
 from gspace.lab.settings import (
     CONTROLS,

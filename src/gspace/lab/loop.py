@@ -125,7 +125,7 @@ class Loop:
             torch.cuda.synchronize()
         self.overhead = time.perf_counter() - started
 
-    def run(self, watches: Sequence[Watch], stop: Stop, minutes: float | None = None) -> None:
+    def run(self, watch: Watch | None, stop: Stop, minutes: float | None = None) -> None:
         """Iterates to the end, to divergence, or to a signal."""
         rows: Tensor | None = None
         rates: list[float] = []
@@ -151,7 +151,7 @@ class Loop:
             self.seconds += time.perf_counter() - clock
             lines = self._point(totals, rates) if due else ()
             try:
-                self._tell(watches, totals, lines, elapsed)
+                self._tell(watch, totals, lines, elapsed)
             except OSError:  # nobody reads any more (`| head`), or the log has no room
                 self._save()
                 raise
@@ -207,11 +207,13 @@ class Loop:
 
     def _tell(
         self,
-        watches: Sequence[Watch],
+        watch: Watch | None,
         totals: Sequence[Sequence[float]],
         lines: tuple[Line | None, ...],
         seconds: float,
     ) -> None:
+        if watch is None:
+            return
         progress = Progress(
             recipes=tuple(run.recipe for run in self.runs),
             iteration=self.iteration,
@@ -222,8 +224,7 @@ class Loop:
             seconds_left=(self.total - self.iteration) * seconds / self.session,
             lines=lines,
         )
-        for watch in watches:
-            watch(progress)
+        watch(progress)
 
     def _images(self) -> int:
         return self.session * self.recipe.batch_size * len(self.runs)

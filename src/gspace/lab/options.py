@@ -21,6 +21,7 @@ from gspace.lab.models import UNUSED
 from gspace.lab.recipe import DEFAULTS, Recipe, check_fields
 from gspace.lab.record import make_folder
 from gspace.lab.stopping import stop_requests
+from gspace.lab.sweep import Cluster
 from gspace.lab.train import Session
 
 MOST_SEEDS = 10_000
@@ -43,7 +44,26 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
     group.add_argument("--graph", action=argparse.BooleanOptionalAction, help="CUDA graph (default: on a GPU)")
     group.add_argument("--deterministic", action="store_true", help="same bits each time on a GPU, at some cost")
-    group.add_argument("--tensorboard", action="store_true", help="write the curves for TensorBoard too")
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """Where the runs of a list are computed."""
+    group = parser.add_argument_group("many runs (docs/sweeps.md)")
+    group.add_argument("--slice", type=_slice, metavar="K/N", help="the K-th of N fixed shares, for N processes")
+    group.add_argument(
+        "--engine", choices=("local", "ray"), default="local", help="this process, or a Ray cluster (default: local)"
+    )
+    group.add_argument("--address", help="of the Ray cluster (default: one of this machine alone)")
+    group.add_argument("--gpus-per-run", type=_positive, metavar="X", help="GPUs of a Ray task (default: a CPU alone)")
+
+
+def cluster(args: argparse.Namespace) -> Cluster | None:
+    """Where the runs are computed, if not here."""
+    if args.engine == "ray":
+        return Cluster(args.address, args.gpus_per_run or 0.0, args.threads or 1)
+    if args.address or args.gpus_per_run:
+        raise RecipeError("--address and --gpus-per-run are for --engine ray")
+    return None
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
@@ -59,26 +79,24 @@ def engine(args: argparse.Namespace) -> Engine:
         graph=args.graph,
         deterministic=args.deterministic,
         checkpoint_seconds=args.checkpoint_seconds,
-        tensorboard=args.tensorboard,
     )
 
 
 @contextmanager
 def session(args: argparse.Namespace, runs: int) -> Iterator[Session]:
     """What the runs of one command have in common; shows their progress, and ends them cleanly on a signal."""
-    with display(runs, quiet=args.json) as shown, stop_requests(args.minutes) as stop:
-        download = shown.download if args.download else None
-        yield Session(args.data_dir, engine(args), shown.watch, download, stop, args.minutes)
+    with display(runs, quiet=args.json or args.engine == "ray") as watch, stop_requests(args.minutes) as stop:
+        yield Session(args.data_dir, engine(args), watch, stop, args.minutes)
 
 
 def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
     """Makes ready: one error for a device, a data set or a folder that is not there, not one for each run."""
-    engine(args).resolve()
+    if args.engine == "local":
+        engine(args).resolve()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    if not args.download:
-        for name in dict.fromkeys(recipe.data for recipe in recipes):
-            load(name, args.data_dir)
+    for name in dict.fromkeys(recipe.data for recipe in recipes):
+        load(name, args.data_dir, download=args.download)
     make_folder(args.out)
 
 
@@ -181,6 +199,13 @@ def numbers(text: str) -> list[int]:
     if sum(some.stop - some.start for some in ranges) > MOST_SEEDS:
         raise argparse.ArgumentTypeError(f"{text!r} are more than {MOST_SEEDS:,} seeds")
     return [seed for some in ranges for seed in some]
+
+
+def _slice(text: str) -> tuple[int, int]:
+    k, slash, n = text.partition("/")
+    if not (slash and k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no slice: write 1/4, 2/4, 3/4 or 4/4 for a quarter")
+    return int(k), int(n)
 
 
 def _count(text: str) -> int:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from gspace.lab.cells import Cell, Method, data_label
 from gspace.lab.cost import images_of
 from gspace.lab.document import Panel, Series
-from gspace.lab.experiment import Cell, Method, data_label
 from gspace.lab.record import Record
 from gspace.lab.schedule import steps_per_epoch
 from gspace.lab.tabulate import MEASURES, Found, Measure, outcome

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from filelock import FileLock, Timeout
 
-from gspace.lab.errors import RecordError, reason
-from gspace.lab.lock import locked
+from gspace.lab.errors import BusyError, RecordError, reason
 from gspace.lab.recipe import Recipe
-from gspace.lab.schema import Line, check_curve, check_end, check_summary, parsed, sealed, unsealed
+from gspace.lab.schema import Line, check_curve, check_end, check_sessions, check_summary, parsed, sealed, unsealed
 
 RECIPE, ENVIRONMENT, METRICS, CHECKPOINT, SUMMARY, LOCK = (
     "recipe.json",
@@ -138,11 +138,12 @@ def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
     folder = out / recipe.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = locked(folder / LOCK)
-        lock.__enter__()
+        lock = FileLock(folder / LOCK, timeout=0).acquire()
+    except Timeout as error:
+        raise BusyError(f"{folder} is in use by another process: wait for it or stop it") from error
     except OSError as error:
         raise RecordError(f"cannot write {folder}: {error.strerror or error}") from error
-    try:
+    with lock:
         run = Run(folder, recipe)
         for left in folder.glob("*.part"):  # by a process that was killed while it wrote
             left.unlink(missing_ok=True)
@@ -152,8 +153,6 @@ def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
         elif _read(path, _recipe) != recipe:
             raise RecordError(f"{path} is another recipe's: choose another folder for this run")
         yield run
-    finally:
-        lock.__exit__(None, None, None)
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ def read_run(folder: Path) -> Record:
         check_end(summary, curve)
     except ValueError as error:
         raise RecordError(f"{folder / METRICS} is not that of {SUMMARY}: {error}") from error
-    return Record(folder, recipe, tuple(_sessions(folder, recipe)), tuple(curve), summary)
+    return Record(folder, recipe, _sessions(folder, recipe), tuple(curve), summary)
 
 
 def environment(**options: Any) -> Line:
@@ -273,15 +272,12 @@ def _recipe(content: bytes) -> Recipe:
     return Recipe.from_dict(parsed(content))
 
 
-def _sessions(folder: Path, recipe: Recipe) -> list[Line]:
-    def parse(content: bytes) -> list[Line]:
+def _sessions(folder: Path, recipe: Recipe) -> tuple[Line, ...]:
+    def parse(content: bytes) -> tuple[Line, ...]:
         value = unsealed(parsed(content), recipe.identity)
-        sessions = value.get("sessions")
-        if len(value) != 1 or not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
-            raise ValueError("it is no list of sessions")
-        return sessions
+        return check_sessions(value.get("sessions"))
 
-    return _read(folder / ENVIRONMENT, parse) or []
+    return _read(folder / ENVIRONMENT, parse) or ()
 
 
 def _curve(folder: Path, recipe: Recipe) -> list[Line]:

@@ -1,8 +1,8 @@
 """`gspace report RUNS ...`: tables, figures and one HTML page, from recorded runs alone.
 
     gspace report runs --out report             # report.md, report.html, figures/*.png and *.svg
-    gspace report runs --export results         # small JSON records to commit; a report can be made from them again
-    gspace report runs --export table-1.jsonl   # the same in one file, added to those that are in it
+    gspace report runs --export results         # adds the finished runs to results/table-1.jsonl and the like: small
+                                                # records to commit, from which a report can be made again
 
 The same records give the same bytes.
 """
@@ -11,17 +11,13 @@ import argparse
 import json
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from gspace.lab.archive import export, read_records, scores_of, short_recipe
-from gspace.lab.claims import claims
-from gspace.lab.cost import CPU, GPU, duration, estimate
-from gspace.lab.document import Document, Section, Table, code, markdown, names
-from gspace.lab.errors import RecordError
-from gspace.lab.experiment import (
+from gspace.lab.archive import collect, read_records, scores_of, short_recipe
+from gspace.lab.cells import (
     DATA_NAMES,
     LENGTHS,
     Cell,
@@ -32,6 +28,10 @@ from gspace.lab.experiment import (
     guessed,
     jobs,
 )
+from gspace.lab.claims import claims
+from gspace.lab.cost import CPU, GPU, duration, estimate
+from gspace.lab.document import Document, Section, Table, code, markdown, names
+from gspace.lab.errors import RecordError
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.figures import draw
 from gspace.lab.page import page
@@ -57,9 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="where to (default: report)")
     parser.add_argument("--only", metavar="NAME,...", help="experiments to report on (default: all that were begun)")
     parser.add_argument(
-        "--export", type=Path, metavar="PATH", help="write small records there instead: a folder, or one .jsonl file"
+        "--export", type=Path, metavar="DIR", help="instead, add finished runs to the files there, one per experiment"
     )
-    parser.add_argument("--json", action="store_true", help="print the tables (or the exported files) as JSON")
+    parser.add_argument("--json", action="store_true", help="print the tables as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,9 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if not records:
         raise RecordError(f"no runs below {', '.join(map(str, args.runs))}")
     if args.export:
-        written = export(records, args.export)
-        files = "1 file" if len(written) == 1 else f"{len(written)} files"
-        print(json.dumps([str(path) for path in written], indent=1) if args.json else f"{files} written")
+        added = collect(records, args.export, homes(records))
+        print("\n".join(f"{path}: {count} new" for path, count in added.items()) or "every finished run was there")
         return 0
     names = args.only.split(",") if args.only else list(EXPERIMENTS)
     chosen = [EXPERIMENTS[check_name("experiment", name, EXPERIMENTS)] for name in names]
@@ -79,6 +78,18 @@ def run(args: argparse.Namespace) -> int:
     written = publish(document, args.out)
     print(as_json(document) if args.json else "\n".join(map(str, written)))
     return 0
+
+
+def homes(records: Sequence[Record]) -> Callable[[Recipe], str]:
+    """The experiment that a run is recorded with: the first that it belongs to."""
+    found = {record.recipe: record for record in records}
+    names = {
+        recipe: experiment.name
+        for experiment in reversed(EXPERIMENTS.values())
+        for part in begun(experiment, found)
+        for recipe in jobs(part.cells)
+    }
+    return lambda recipe: names.get(recipe, "other")
 
 
 def publish(document: Document, out: Path) -> list[Path]:

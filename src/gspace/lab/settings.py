@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gspace.lab.experiment import Method, Printed
+from gspace.lab.cells import Method, Printed
 from gspace.lab.recipe import Recipe
 
 # Methods --------------------------------------------------------------------------------------------------------------

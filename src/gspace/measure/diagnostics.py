@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, analyzed
+from gspace.analysis import Analysis, analyzed, require_module
 from gspace.group.balance import squares
 from gspace.group.scaling import Scales, random_scales, rescale_
 from gspace.optim.coordinates import Coordinates, coordinates, path_values
@@ -144,6 +144,8 @@ def compare_invariance(
 ) -> InvarianceTable:
     """`invariance_gap` of several optimizers, with the same scales and batches; prints as a table."""
     found = analyzed(model, analysis, options, "pin")
+    if not isinstance(optimizers, Mapping):
+        raise TypeError(f"optimizers are functions that make one, by name, got {type(optimizers).__name__}")
     scales = random_scales(model, generator, analysis=found) if scales is None else scales
     data = list(batches)
     return InvarianceTable(
@@ -209,6 +211,8 @@ def distance(model_a: nn.Module, model_b: nn.Module, *, at: Coordinates | None =
     Args:
         at: Coordinates to measure in; otherwise `options` are for `coordinates`.
     """
+    for model in (model_a, model_b):
+        require_module(model)
     sizes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in (model_a, model_b)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -242,6 +246,9 @@ class RatioStatistics:
         return RatioStatistics(model, coordinates(model, **{"reference": "balanced", "view": "exact", **options}))
 
     def __post_init__(self) -> None:
+        require_module(self.model)
+        if not isinstance(self.at, Coordinates):
+            raise TypeError(f"at is what coordinates returns (RatioStatistics.of), got {type(self.at).__name__}")
         self._before = self._values()
         if not len(self._before):
             raise ValueError("the model has no trained skeleton path: nothing in it can be rescaled")

@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.optim.optimizer import Optimizer
 
-from gspace.analysis import Analysis, Inputs, Residual
-from gspace.sharding import refuse_flat
+from gspace.analysis import Analysis, Inputs, Residual, require_module
+from gspace.sharding import local, refuse_flat
+from gspace.sharding import require as require_all
 
 
 def require_model(model: Any) -> None:
@@ -21,11 +23,18 @@ def require_model(model: Any) -> None:
             raise ValueError(f"parameter {name!r} was made under torch.inference_mode and cannot be trained")
 
 
-def require_values(model: nn.Module) -> None:
+def require_values(model: Any) -> None:
+    require_module(model)
     refuse_flat(model)
     for name, p in model.named_parameters():
         if p.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
+
+
+def require_finite(model: nn.Module) -> None:
+    parameters = dict(model.named_parameters())
+    bad = next((name for name, p in parameters.items() if not bool(local(p).isfinite().all())), None)
+    require_all(parameters, f"{bad} is not finite: no skeleton can be chosen in such a network" if bad else "")
 
 
 def require_seen(analysis: Analysis) -> None:
@@ -66,10 +75,12 @@ def number(value: Any) -> float:
         return float("nan")
 
 
-def require_own(parameters: Iterable[Tensor], model: nn.Module) -> None:
+def require_own_group(optimizer: Optimizer, model: nn.Module) -> None:
+    """The last group holds parameters of the model alone, or is taken away again."""
     mine = {id(p) for p in model.parameters()}
-    for p in parameters:
+    for p in optimizer.param_groups[-1]["params"]:
         if id(p) not in mine:
+            optimizer.param_groups.pop()
             raise ValueError(f"params holds a tensor of shape {tuple(p.shape)} that is no parameter of the model")
 
 

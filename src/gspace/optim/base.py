@@ -25,7 +25,7 @@ from gspace.optim.arguments import (
     require_model,
     require_numbers,
     require_one_of,
-    require_own,
+    require_own_group,
     warn_of_no_units,
     warn_of_thawed,
 )
@@ -127,11 +127,7 @@ class GSpaceOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters. Those that come after the first step are trained in plain coordinates until `rechoose()`."""
         super().add_param_group(param_group)
-        try:
-            require_own(self.param_groups[-1]["params"], self.model)
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        require_own_group(self, self.model)
 
     # The choice -------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from gspace.analysis import Analysis, Inputs, Residual, analyzed
 from gspace.optim import choice
-from gspace.optim.arguments import analyze_options, require_model, require_numbers, require_own
+from gspace.optim.arguments import analyze_options, require_model, require_numbers, require_own_group
 from gspace.optim.gsgd import plain_sgd
 from gspace.optim.held import Held, State, load_whole, portable
 from gspace.optim.hooks import loss_of
@@ -92,8 +92,8 @@ class PathSGD(Optimizer):
         self.graph = path_graph(model, example_input)
         alike = as_input_of(model, example_input)
         found = analyzed(model, analysis, {} if alike is None or analysis is not None else {"example_input": alike})
-        edges, slopes = {e.name for e in found.edges}, {id(p) for p in self.graph.slopes()}
-        self._edges = [p for name, p in model.named_parameters() if name in edges and id(p) not in slopes]
+        edges = {e.name for e in found.edges}
+        self._edges = [p for name, p in model.named_parameters() if name in edges]
         trained = self._trained()  # what cannot be summed is refused here, not at the first step
         self._leave_out([p for p, k in zip(trained, path_kappa(self.graph, trained), strict=True) if k is None])
 
@@ -112,11 +112,7 @@ class PathSGD(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        try:
-            require_own(self.param_groups[-1]["params"], self.model)
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        require_own_group(self, self.model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch does, but κ keeps the precision it was saved in."""
@@ -133,6 +129,10 @@ class PathSGD(Optimizer):
         reshard(self.model)
         self._held.require_same(type(self).__name__)
         require_gradients(self.model, (p for group in self.param_groups for p in group["params"]))
+        edges = {id(p) for p in self._edges}
+        for name, p in self.model.named_parameters():
+            if id(p) in edges and p.grad is not None and p.grad.is_sparse:
+                raise RuntimeError(f"{name} has a sparse gradient: κ is that of all of its entries; use dense ones")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # which step it is, is no part of a compiled step
     def _refresh(self) -> None:
@@ -162,8 +162,6 @@ class PathSGD(Optimizer):
         kappa = self.state[p].get("kappa")
         if kappa is None:
             return grad
-        if grad.is_sparse:
-            raise RuntimeError("PathSGD does not support sparse gradients of weights on paths; use dense ones")
         if not self._sharded:
             return torch.where(kappa > 0, grad / kappa, 0).to(p.dtype)
         here, g = local(kappa), local_gradient(p)
@@ -212,12 +210,17 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     ) -> None:
         require_model(model)
         refuse_redundancy(type(self).__name__)
-        super().__init__(list(model.parameters()) if params is None else params, lr, **options)
         self.model, self._held = model, Held(model)
+        super().__init__(list(model.parameters()) if params is None else params, lr, **options)
+        require_numbers(self.defaults)
         self.analysis = analyzed(model, analysis, analyze_options(example_input, residual, pin), "pin")
 
     def __getstate__(self) -> dict[str, Any]:
         return portable(self, "_free")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        require_own_group(self, self.model)
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -22,8 +22,7 @@ from gspace.analysis import Analysis, Edges
 from gspace.devices import on_cpu
 from gspace.optim.reference import Reference, choose_skeleton, entry_references
 from gspace.optim.skeleton import Picked, Skeleton, by_edge, skeleton_of, trained_units
-from gspace.sharding import local, weights_of
-from gspace.sharding import require as require_all
+from gspace.sharding import weights_of
 
 KEY = "skeleton"  # in the state of a parameter
 FINAL, PROVISIONAL = 2, 1
@@ -48,15 +47,8 @@ def choose(
 ) -> Chosen:
     """The skeleton that an optimizer of `parameters` takes in the weights of now."""
     weights = weights_of(model)
-    require_finite(model)
     reference, skeleton, balanced = choose_skeleton(model, analysis, wanted, parameters)
     return Chosen(skeleton, entry_references(skeleton, analysis, weights, reference, balanced), final)
-
-
-def require_finite(model: nn.Module) -> None:
-    parameters = dict(model.named_parameters())
-    bad = next((name for name, p in parameters.items() if not bool(local(p).isfinite().all())), None)
-    require_all(parameters, f"{bad} is not finite: no skeleton can be chosen in such a network" if bad else "")
 
 
 @on_cpu

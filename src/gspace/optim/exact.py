@@ -31,7 +31,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gspace.analysis import Analysis
 from gspace.devices import on_cpu
-from gspace.optim.choice import Chosen, require_finite
+from gspace.optim.arguments import require_finite
+from gspace.optim.choice import Chosen
 from gspace.optim.skeleton import NOT_TRAINED, Picked, by_edge, connected, largest_writers, skeleton_of, trained_units
 from gspace.optim.step import Plan, scaled
 from gspace.sharding import weights_of

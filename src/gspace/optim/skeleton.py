@@ -18,9 +18,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Edges, analyzed, magnitude
+from gspace.analysis import Analysis, Edges, analyzed, magnitude, require_module
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
+from gspace.optim.arguments import require_finite
 from gspace.sharding import cut, local, shared, weights_of
 
 Choice = Literal["aligned", "pivoted"]
@@ -85,6 +86,10 @@ def build_skeleton(
     """
     if choice not in ("aligned", "pivoted"):
         raise ValueError(f"choice must be 'aligned' or 'pivoted', got {choice!r}")
+    require_module(model)
+    if not isinstance(analysis, Analysis):
+        raise TypeError(f"analysis is what gspace.analyze returns, got {type(analysis).__name__}")
+    require_finite(model)
     weights = weights_of(model)
     if trained is None:
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -381,7 +386,9 @@ def init_skeleton_(
     """
     if sign not in ("positive", "random"):
         raise ValueError(f"sign must be 'positive' or 'random', got {sign!r}")
-    _set_skeleton_(model, analyzed(model, analysis, options, "pin"), sign, generator)
+    found = analyzed(model, analysis, options, "pin")
+    require_finite(model)
+    _set_skeleton_(model, found, sign, generator)
     return model
 
 

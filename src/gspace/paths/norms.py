@@ -4,7 +4,7 @@
     basis-path norm       φ_∞ = max(|v_e|, |log |v_r||)                         (Zheng et al. 2019)
 
 v_e runs over the basis paths with a non-skeleton weight, v_r over the trained skeleton paths. Those divide other paths,
-so they must be neither large nor small. All are computed in log space and are differentiable.
+so they must be neither large nor small. All are differentiable.
 """
 
 import math
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Inputs
+from gspace.optim.arguments import number
 from gspace.optim.coordinates import Coordinates, PathValues, coordinates, path_values
 from gspace.optim.reference import Reference
 from gspace.paths.pathsum import PathGraph, path_graph
 
 Mode = Literal["released", "sup"]
+LARGEST = 16  # p: beyond it, powers of the weights of one layer lie further apart than numbers reach
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def path_norm(
 
     Args:
         model: Any module whose operations are positively homogeneous.
-        p: At least 1, finite.
+        p: From 1 to 16: larger powers of the weights of one network do not fit the range of numbers.
         example_input: A batch the model accepts; the norm is that of a sample of its size. Without one, inputs are
             guessed as in `analyze`.
         graph: The result of `path_graph(model)`, to save the run when called at every step.
@@ -67,8 +69,10 @@ def path_norm(
     >>> round(float(norm), 4)
     36.0
     """
-    if not 1 <= p < math.inf:
-        raise ValueError(f"p must be finite and at least 1, got {p}")
+    if not 1 <= number(p) <= LARGEST:
+        raise ValueError(f"p must be at least 1 and at most {LARGEST}, got {p!r}")
+    if graph is not None and not isinstance(graph, PathGraph):
+        raise TypeError(f"graph is what path_graph returns, got {type(graph).__name__}")
     total = (graph if graph is not None else path_graph(model, example_input)).sum(p)
     log = total.values.log() if total.exponent is None else total.values.log() + total.exponent * math.log(2)
     wide = any(t.dtype in (torch.float64, torch.complex128) for t in model.parameters())
@@ -103,8 +107,8 @@ def basis_path_norm(
         at: Coordinates of an earlier state of the model; otherwise `reference` and `options` are for `coordinates`,
             in the exact view, which no rescaling changes with BatchNorm either.
     """
-    if not order >= 1:
-        raise ValueError(f"order must be at least 1, got {order}")
+    if not number(order) >= 1:
+        raise ValueError(f"order must be at least 1, got {order!r}")
     at = at if at is not None else coordinates(model, reference=reference, **{"view": "exact", **options})
     return _norm_of(path_values(at, dict(model.named_parameters())), order)
 
@@ -145,8 +149,8 @@ class BasisPathPenalty:
             raise ValueError(f"mode must be one of {', '.join(map(repr, _PENALTIES))}, got {mode!r}")
         if isinstance(weight, nn.Module):
             raise TypeError("the first argument is the weight λ; the model is given when the penalty is called")
-        if not weight >= 0 or not 1 < order < math.inf:
-            raise ValueError(f"weight must not be negative and order lie between 1 and ∞, got {weight} and {order}")
+        if not number(weight) >= 0 or not 1 < number(order) < math.inf:
+            raise ValueError(f"weight must not be negative and order lie between 1 and ∞, got {weight!r} and {order!r}")
         self.weight, self.mode, self.order = weight, mode, order
         self._at, self._options = at, {"reference": reference, **options}
         self._coordinates: WeakKeyDictionary[nn.Module, Coordinates] = WeakKeyDictionary()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from gspace.analysis import Analysis, Edges, Inputs, TraceError, analyze, unwrap
+from gspace.analysis import Analysis, Edges, Inputs, TraceError, analyze, analyzed, require_module, unwrap
 from gspace.analysis.examples import batches, guesses
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.analysis.result import starred
@@ -44,6 +44,12 @@ class Problem(NamedTuple):
     change: float | None
 
 
+def _analyzed(model: nn.Module, example_input: Inputs | None, analysis: Analysis | None) -> tuple[nn.Module, Analysis]:
+    require_module(model)
+    inner = unwrap(model)
+    return inner, analyze(inner, example_input) if analysis is None else analyzed(inner, analysis, {})
+
+
 def check_mappings(
     model: nn.Module,
     table: Iterable[Any],
@@ -65,8 +71,9 @@ def check_mappings(
     Every entry is also applied to a float64 copy of the model. The line says how far the output moves, relative to its
     largest value. Problems that repeat from layer to layer are one line, with * for the layer's number.
     """
-    model = unwrap(model)
-    found = analyze(model, example_input) if analysis is None else analysis
+    if not isinstance(table, Iterable):
+        raise TypeError(f"a table is a list of entries (smooth_layer, [balance_layers]), got {type(table).__name__}")
+    model, found = _analyzed(model, example_input, analysis)
     there = find(model, analysis=found)
     layers = _layers(model, found)
     pairs = [_pair(entry) for entry in table]
@@ -88,8 +95,7 @@ def effects(
     seed: int = 0,
 ) -> list[tuple[Entry, float | None]]:
     """Every entry in the model's own names, and how far the output moves if it alone is applied; None: it cannot be."""
-    model = unwrap(model)
-    found = analyze(model, example_input) if analysis is None else analysis
+    model, found = _analyzed(model, example_input, analysis)
     tried = _tried(model, [_pair(entry) for entry in table], example_input, found, find(model, analysis=found), seed)
     return [(entry, change) for entry, _, change in tried]
 

@@ -24,6 +24,7 @@ from gspace.quantization.mapping import Mapping, Side
 
 By = Literal["max-abs", "l2"]
 SWEEPS = 500  # at most
+AHEAD = 1.7  # a step goes this much farther: else scales creep along chains of layers (over-relaxation; below 2)
 SMALLEST = 1e-5  # a smoothing scale is never smaller, as in the code of others
 EXAMPLES = 3  # batches that a model is analyzed with
 
@@ -58,7 +59,7 @@ def equalize_(
     for _ in range(SWEEPS):
         moved = 0.0
         for m in chosen:
-            step = _step(m, squares, by)
+            step = AHEAD * _step(m, squares, by)
             for side in (*m.sources, *m.sinks):
                 _multiply(squares[side.parameter], side, 2 * step)
             log[torch.tensor(list(m.units)) - 1] += step
