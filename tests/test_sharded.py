@@ -3,6 +3,7 @@
 Two processes serve all tests of the default run; four are slow to start, and see what two cannot: copies of parts.
 """
 
+import importlib
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from itertools import pairwise
@@ -30,12 +31,13 @@ from benchmarks.ranks import Collectives
 from gspace.sharding import box, cut, edges_here, local
 from ranks import RankError, Ranks, running
 
+EXAMPLES = str(Path(__file__).parent.parent / "examples")
 EVERY = [name for name in sharded.OPTIMIZERS if name.partition("-")[2] in ("", "momentum", "sgd")]
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    with running(2) as ranks:
+    with running(2, EXAMPLES) as ranks:
         yield ranks
 
 
@@ -355,18 +357,21 @@ def test_a_rescaling_that_one_rank_refuses_is_refused_by_all(two: Ranks) -> None
         assert all(error.startswith("ValueError") and said in error for error in raised.value.errors)
 
 
-def _start_apart() -> list[Tensor]:
-    """Weights that ranks draw for themselves, of which FSDP2 takes each rank's part."""
-    torch.manual_seed(dist.get_rank())
-    model = sharded.NETWORKS["mlp"].make()
-    sharded.divide(model, "mlp", "fsdp")
-    sharded.train(model, gspace.GSGD(model, 0.1, momentum=0.9), "mlp", 5, "fsdp")
+def _example(seed: int, name: str, *args: Any) -> list[Tensor]:
+    """Of weights that each rank draws for itself."""
+    torch.manual_seed(seed + dist.get_rank())
+    model, loss = importlib.import_module(name).train(*args)
+    assert loss < 1.6, "log 5 without training"
     return sharded.whole(model)
 
 
-def test_ranks_that_start_apart_end_equal(two: Ranks) -> None:
-    first, second = two(_start_apart)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+def test_ranks_that_start_apart_end_equal_and_go_on_from_a_checkpoint(two: Ranks, tmp_path: Path) -> None:
+    """`DistributedDataParallel` broadcasts what the first rank has; FSDP2 takes each rank's part of what it has."""
+    two(_example, 1, "fsdp", 0, 1, str(tmp_path))
+    parallel, whole = two(_example, 1, "ddp"), two(_example, 1, "fsdp")
+    resumed = two(_example, 7, "fsdp", 1, 2, "", str(tmp_path))
+    for first, second in (parallel, whole, resumed, (whole[0], resumed[0])):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -400,6 +405,33 @@ def test_fsdp1_and_zero_are_refused_in_a_line(two: Ranks) -> None:
     for said in two(_refusals):
         assert len(said) == 8
         assert not any("\n" in line for line in said)
+
+
+def _whole_only() -> list[str]:
+    model, analysis = sharded.make("mlp")
+    values = gspace.balancedness(model, analysis=analysis)
+    penalty, at = gspace.BasisPathPenalty(0.1), deepcopy(model)
+    penalty(at)
+    sharded.divide(model, "mlp", "fsdp")
+    assert torch.allclose(gspace.balancedness(model, analysis=analysis).incoming, values.incoming)
+    calls: list[Callable[[], Any]] = [
+        lambda: gspace.basis_path_norm(model, analysis=analysis),
+        lambda: penalty(model),
+        lambda: gspace.distance(at, model),
+        lambda: gspace.invariance_gap(lambda net: gspace.GSGD(net, 0.1), model, [], analysis=analysis),
+        lambda: gspace.mappings(model, analysis=analysis),
+        lambda: gspace.equalize_(model, analysis=analysis),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises(ValueError, match=r"needs whole parameters, and '0\.weight' is sharded") as raised:
+            call()
+        said.append(str(raised.value))
+    return said
+
+
+def test_what_needs_whole_parameters_says_so(two: Ranks) -> None:
+    assert [len(said) for said in two(_whole_only)] == [6, 6]
 
 
 # The parts ------------------------------------------------------------------------------------------------------------

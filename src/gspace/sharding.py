@@ -38,6 +38,13 @@ def any_sharded(model: nn.Module) -> bool:
     return any(map(is_sharded, model.parameters()))
 
 
+def refuse_sharded(parameters: Mapping[str, Tensor], what: str) -> None:
+    """For what is made for whole parameters."""
+    name = next((name for name, p in parameters.items() if is_sharded(p)), None)
+    if name is not None:
+        raise ValueError(f"{what} needs whole parameters, and {name!r} is sharded: call it before the model is sharded")
+
+
 def refuse_flat(model: nn.Module) -> None:
     """FSDP1 keeps parts of flattened parameters, which have no rows and columns."""
     for m in model.modules():
