@@ -111,10 +111,10 @@ def test_a_step_sends_two_sums_of_unit_vectors(two: Ranks) -> None:
     narrow, wide = ((5, 40, 30, 3), (500, 40, 30, 300))
     for sizes in (narrow, wide):
         for H, names, sent in two(_counted, sizes, {}):
-            assert names == ["allreduce_"] * 2
+            assert names == ["allreduce"] * 2
             assert sent <= 8 * H * 4
     (_, names, _), _ = two(_counted, narrow, {"max_path_grad_norm": 1.0})
-    assert names == ["allreduce_"] * 3
+    assert names == ["allreduce"] * 3
     assert two(_counted, narrow, {})[0][2] == two(_counted, wide, {})[0][2], "it depends on the number of weights"
 
 
