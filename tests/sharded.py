@@ -131,6 +131,12 @@ def both(model: nn.Module, network: Network) -> nn.Module:
     return fsdp(tensor(model, network, mesh["tensor"]), network, mesh=mesh["data"])
 
 
+def pairs(model: nn.Module, network: Network) -> nn.Module:
+    """Tensor parallelism of two ranks, several times side by side: they meet in pairs, not all at once."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    return tensor(model, network, mesh["tensor"])
+
+
 WAYS: dict[str, Callable[[nn.Module, Network], nn.Module]] = {
     "fsdp": fsdp,
     "hybrid": hybrid,
@@ -138,6 +144,7 @@ WAYS: dict[str, Callable[[nn.Module, Network], nn.Module]] = {
     "offload": offload,
     "tensor": tensor,
     "both": both,
+    "pairs": pairs,
 }
 
 
@@ -177,7 +184,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, gspace.Analysis], Optimizer]] = {
 def share(name: str, way: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """What of a joined batch this rank takes."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    if NETWORKS[name].joint or way == "tensor":
+    if NETWORKS[name].joint or way in ("tensor", "pairs"):
         return x, y
     count, mine = (size // 2, rank // 2) if way == "both" else (size, rank)
     return x.chunk(count)[mine], y.chunk(count)[mine]

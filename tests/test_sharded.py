@@ -59,7 +59,12 @@ OPTIONS = [("mlp", "fsdp", "gsgd-clipped"), ("cnn", "fsdp", "gsgd-paper"), ("cnn
 OPTIONS += [("mlp", "fsdp", "path-momentum"), ("mlp", "fsdp", "frozen-momentum"), ("mlp", "offload", "gsgd-momentum")]
 OPTIONS += [("mlp", "tensor", "path"), ("mlp", "tensor", "frozen"), ("mlp", "tensor", "gsgd-clipped")]
 COPIES = [("mlp", "hybrid", "gsgd-momentum"), ("llama", "hybrid", "adamw"), ("cnn", "hybrid", "gsgd-exact")]
-COPIES += [("mlp", "both", "gsgd-momentum"), ("llama", "both", "adamw"), ("mlp", "both", "path-momentum")]
+COPIES += [
+    ("mlp", "pairs", "gsgd-clipped"),
+    ("mlp", "both", "gsgd-momentum"),
+    ("llama", "both", "adamw"),
+    ("mlp", "both", "path-momentum"),
+]
 
 
 def require_small(gaps: list[float], bound: float) -> None:
@@ -314,6 +319,20 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all(
     assert two(_not_finite, optimizer, outside, started) == [True, True]
 
 
+def _not_finite_parallel() -> None:
+    """A loss of one rank is not a number: `DistributedDataParallel` tells all."""
+    model = nn.parallel.DistributedDataParallel(sharded.mlp())
+    optimizer = gspace.GSGD(model.module, 0.1)
+    (model(torch.ones(2, 5)).sum() * (float("nan") if dist.get_rank() else 1.0)).backward()
+    optimizer.step()
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all(two: Ranks) -> None:
+    with pytest.raises(RankError) as raised:
+        two(_not_finite_parallel)
+    assert all("the gradient of 0.weight is not finite" in error for error in raised.value.errors)
+
+
 def _apart(way: str, name: str) -> None:
     """One rank has another value in what should be a copy."""
     model, analysis = sharded.make("mlp")
@@ -446,6 +465,8 @@ def _covered(name: str, way: str) -> list[tuple[str, Any]]:
     for key, p in parameters.items():
         assert torch.equal(cut(values[key], p), local(p.detach()))
         assert isinstance(p, DTensor) or box(p) == tuple((0, n) for n in p.shape)
+    again = gspace.analyze(model, sharded.NETWORKS[name].batch(torch.float64)[0], residual="pin")
+    assert (again.H, again.H_paper, again.m) == (analysis.H, analysis.H_paper, analysis.m)
     for e in analysis.edges:
         assert edges_here(e, parameters[e.name]).fits(local(parameters[e.name]))
     return [(key, box(p)) for key, p in parameters.items()]
