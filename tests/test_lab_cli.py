@@ -181,14 +181,12 @@ def test_a_grid_is_followed_by_its_winner(tmp_path: Path, capsys: pytest.Capture
         "--out",
         tmp_path / "runs",
     ]
-    assert main(*arguments, "--json", "--device", "cpu") == 0
-    section = json.loads(capsys.readouterr().out)["path-sgd-quick-stand-in"]
-    (row,) = section["Best rate of each method: test error, %"]
-    assert re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d \(2\); lr [\d.e-]+", row["SGD"])
-    grid = {row[""]: row["SGD"] for row in section["Grid of rates, validation images: validation error, %"]}
+    assert main(*arguments, "--device", "cpu") == 0
+    text = (tmp_path / "runs" / "report" / "path-sgd" / "report.md").read_text()
+    (chosen,) = re.findall(r"^\| 5 × 64, [^|]* \| \d+\.\d\d ± \d+\.\d\d \(2\); lr ([\d.e-]+) \|", text, re.MULTILINE)
+    grid = re.findall(r"^\| lr ([\d.e-]+), [^|]* \| (\d+\.\d\d) \(1\) \|", text, re.MULTILINE)
     assert len(grid) == 4
-    chosen = f"lr {row['SGD'].split('lr ')[1]}"
-    errors = {name.split(",")[0]: float(text.split()[0]) for name, text in grid.items()}
+    errors = {rate: float(error) for rate, error in grid}
     assert errors[chosen] == min(errors.values())
 
 
@@ -323,7 +321,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
         f"{ROOT}/recipe.json, recipe 2 of 2: unknown recipe field 'lrr'",
     ),
     "demo on a file": (a_file_in_the_way, ["demo", "--out", f"{ROOT}/out"], 4, f"cannot write {ROOT}/out"),
-    "bad file": (recipe_file("{"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "recipe.json cannot be read"),
+    "bad file": (recipe_file("{"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "recipe.json: it cannot be read"),
     "list as recipe": (recipe_file("[]"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "holds no JSON object"),
     "unknown name": (nothing, [*TINY, "--optimizer", "gsdg"], 2, "did you mean 'gsgd'?"),
     "unknown experiment": (nothing, ["reproduce", "tabel-1", "--list"], 2, "did you mean 'table-1'?"),
@@ -377,9 +375,6 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     "report on nothing": (nothing, ["report", ROOT], 4, "no runs below"),
     "report on an absent folder": (nothing, ["report", f"{ROOT}/absent"], 4, "does not exist"),
     "report on an unknown experiment": (corrupted_checkpoint, ["report", ROOT, "--only", "tab"], 2, "did you mean"),
-    "drawing without a format": (nothing, ["draw", "torch.nn:Linear(2, 2)", "--out", "x.jpeg"], 2, "must end in .svg"),
-    "drawing of too much": (nothing, ["draw", "torch.nn:Linear(200, 200)"], 2, "too many to see"),
-    "drawing of nothing": (nothing, ["draw", "torch.nn:ReLU"], 2, "no weights to draw"),
 }
 
 
@@ -522,6 +517,7 @@ def test_the_demo_ends_in_tables_a_figure_and_a_page(
 ) -> None:
     short = {name: (recipe.but(epochs=0.25, eval_every=5), 2) for name, (recipe, _) in demo.NETWORKS.items()}
     monkeypatch.setattr(demo, "NETWORKS", short)
+    monkeypatch.setattr(demo, "STEPS", 12)
     monkeypatch.setenv("COLUMNS", "140")
     assert main("demo", "--out", tmp_path) == 0
     text = capsys.readouterr().out
@@ -540,28 +536,6 @@ def test_the_demo_ends_in_tables_a_figure_and_a_page(
         assert re.search(rf"^ *{label} +\d", text, re.MULTILINE)
     assert main("demo", "--out", tmp_path) == 0
     assert "Trained before" in capsys.readouterr().out
-
-
-# Drawing
-
-
-@pytest.mark.parametrize(
-    ("spec", "suffix"),
-    [
-        ("mlp(widths=(3, 2, 5, 4, 2))", "svg"),
-        ("plain(width=4, depth=3)", "png"),
-        ("residual(width=4)", "svg"),
-        ("residual(width=4)|--residual=tie", "png"),
-        ("gated(width=4)", "svg"),
-    ],
-)
-def test_small_networks_are_drawn_the_same_each_time(spec: str, suffix: str, tmp_path: Path) -> None:
-    network, *more = spec.split("|")
-    paths = [tmp_path / f"{k}.{suffix}" for k in range(2)]
-    for path in paths:
-        assert main("draw", f"gspace.lab.examples:{network}", *more, "--out", path) == 0
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert paths[0].stat().st_size > 5000
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -585,8 +559,8 @@ def test_benchmarks_are_listed_and_run_with_their_options(
         f'"""How large."""\nfrom {tmp_path.name}.size.units import UNIT\nprint(UNIT)\n'
     )
     monkeypatch.setattr(bench, "FOLDER", tmp_path)
-    assert main("bench", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"size": "How large.", "speed": "How fast."}
+    assert main("bench") == 0
+    assert capsys.readouterr().out == "size            How large.\nspeed           How fast.\n"
     assert main("bench", "speed", "--size", "2") == 3
     assert capsys.readouterr().out == "['--size', '2'] __main__\n"
     assert main("bench", "size") == 0
@@ -632,25 +606,25 @@ def test_an_interrupted_command_ends_in_a_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "build_parser", interrupted)
-    assert cli.main(["tour"]) == 130
+    assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err == "gspace: stopped by SIGINT\n"
 
 
 COMMAND = [sys.executable, "-m", "gspace"]
 
 
-@pytest.mark.parametrize("seeds", ["0-1", pytest.param("0", marks=pytest.mark.slow)])
-def test_a_reader_that_goes_away_loses_nothing(seeds: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seeds", ["0-1", "0"])
+def test_a_reader_that_goes_away_loses_nothing(
+    seeds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """`gspace train … | head`: what was trained is in a checkpoint, and other runs of the list are not begun."""
-    options = ["--iterations", "100000", "--hidden", "4", "--optimizer", "path-sgd", "--eval-every", "50"]
-    command = [*COMMAND, "train", *options, "--seeds", seeds, "--device", "cpu", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=120) == 128 + signal.SIGPIPE
-    assert process.stderr is not None
-    assert "Traceback" not in process.stderr.read()
+    options = ["--iterations", "1000", "--hidden", "4", "--optimizer", "path-sgd", "--eval-every", "50"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main("train", *options, "--seeds", seeds, "--device", "cpu", "--out", tmp_path) == 128 + signal.SIGPIPE
+    assert capfd.readouterr().err == ""
     assert len(list(tmp_path.glob("*/checkpoint"))) == len(list(tmp_path.iterdir())) == 1
 
 
@@ -689,25 +663,25 @@ def test_an_encoding_without_greek_shows_the_rest(monkeypatch: pytest.MonkeyPatc
 
 
 def test_two_processes_may_write_one_file(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from gspace.lab.record import write_atomic\n"
-        "for _ in range(300): write_atomic(Path(sys.argv[1]), b'a' * 10000)"
-    )
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "file")])
-    while not (tmp_path / "file").exists() and other.poll() is None:
-        time.sleep(0.01)
-    while other.poll() is None:
-        write_atomic(tmp_path / "file", b"b" * 10000)
-    assert other.returncode == 0
+    other = os.fork()
+    try:
+        for _ in range(100):
+            write_atomic(tmp_path / "file", (b"b" if other else b"a") * 10000)
+    finally:
+        if not other:
+            os._exit(sys.exc_info()[0] is not None)
+    assert os.waitpid(other, 0)[1] == 0
     assert (tmp_path / "file").read_bytes() in (b"a" * 10000, b"b" * 10000)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_ctrl_c_while_torch_is_imported_shows_no_traceback() -> None:
+@pytest.mark.parametrize("way", ["command", "module"])
+def test_ctrl_c_while_torch_is_imported_shows_no_traceback(way: str) -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     module, function = project["project"]["scripts"]["gspace"].split(":")
     script = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"  # what pip installs
-    command = [sys.executable, "-X", "importtime", "-c", script, "--version"]
+    start = ["-c", script] if way == "command" else ["-m", "gspace"]
+    command = [sys.executable, "-X", "importtime", *start, "--version"]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,5 +1,7 @@
 """gspace: train and study ReLU networks modulo their rescaling symmetry."""
 
+import gspace_command  # noqa: F401, I001 -- before torch: Ctrl-C while `python -m gspace` imports it
+
 from gspace import paths
 from gspace.analysis import Analysis, Edges, Pin, TraceError, UnitGroup, analyze
 from gspace.group.equivalence import Equivalence, are_equivalent
@@ -15,7 +17,7 @@ from gspace.paths.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.paths.pathsum import PathError
 from gspace.quantization import Mapping, check_mappings, equalize_, mappings, smooth_
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GSGD",

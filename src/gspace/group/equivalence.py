@@ -45,6 +45,12 @@ def are_equivalent(
             of `model_b`: steps that are the same but for rounding leave weights near 0 with no digit in common. By
             default 1e3 roundings of its dtype, 10 if it has 16 bits.
         absorbed: Also allow scaling of the rows before BatchNorm, which is exact only as ε → 0.
+
+    >>> import copy, gspace
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> found = gspace.are_equivalent(net, gspace.rescale_(copy.deepcopy(net), [2.0, 4.0, 8.0]))
+    >>> bool(found), found.scales.values.round().tolist()
+    (True, [2.0, 4.0, 8.0])
     """
     found = analyzed(model_a, analysis, options)
     require_module(model_b)

@@ -64,13 +64,16 @@ class Scales:
         return Scales(self.values * other.values)
 
     def inverse(self) -> "Scales":
+        """What undoes these."""
         return Scales(1 / self.values)
 
     def log(self) -> Tensor:
+        """Logarithms: products of scales are their sums."""
         return self.values.log()
 
     @staticmethod
     def identity(units: int) -> "Scales":
+        """Factors of 1."""
         return Scales(torch.ones(units, dtype=torch.float64, device="cpu"))
 
 
@@ -83,7 +86,12 @@ def random_scales(
     analysis: Analysis | None = None,
     **options: Any,
 ) -> Scales:
-    """Scales e^N(0, std²), independent for every unit; absorbed units stay at 1 unless `absorbed`."""
+    """Scales e^N(0, std²), independent for every unit; absorbed units stay at 1 unless `absorbed`.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> len(random_scales(net, torch.Generator().manual_seed(0)))
+    3
+    """
     found = analyzed(model, analysis, options)
     if not 0 <= number(std) < math.inf:
         raise ValueError(f"std must be finite and not negative, got {std!r}")
@@ -107,6 +115,12 @@ def rescale_(
     Raises:
         ValueError: Scales that are not positive and finite, of the wrong number, or that would overflow or flush a
             weight to zero in its dtype. Nothing has been touched then.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> x = torch.randn(4, 2)
+    >>> before = net(x)
+    >>> torch.allclose(rescale_(net, [2.0, 0.5, 3.0])(x), before, atol=1e-5)
+    True
     """
     require_values(model)
     found = analyzed(model, analysis, options)
@@ -171,6 +185,12 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
 
     It is unique where every unit lies on a path of non-zero weights from ground to ground; other units keep their
     scale (`gspace.group.balance`). The function does not change.
+
+    >>> net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
+    >>> net[0].weight.data, net[2].weight.data = torch.tensor([[3.0, 4.0]]), torch.tensor([[20.0]])
+    >>> _ = balance_(net)
+    >>> net[0].weight.norm().item(), net[2].weight.norm().item()  # 5 and 20 before
+    (10.0, 10.0)
     """
     require_values(model)
     found = analyzed(model, analysis, options)

@@ -30,6 +30,7 @@ from gspace.lab.schema import (
 
 POINTS, GRID_POINTS = 100, 10  # most points of a curve, and of one that only helps to choose a setting
 DIGITS = 5  # significant digits of what was measured
+OLD = "*-seed*-????????????.json"
 ENTRIES = {"recipe", "sessions", "summary", "curve"}
 
 
@@ -110,6 +111,8 @@ def _each(paths: Sequence[Path]) -> Iterator[Record]:
     for root in paths:
         if not root.exists():
             raise RecordError(f"{root} does not exist")
+        for path in root.rglob(OLD):
+            raise RecordError(f"{path} is a record of gspace 0.1, without a digest: now they are lines of .jsonl files")
         yield from (read_run(path.parent) for path in sorted(root.rglob(RECIPE)))
         for path in [root] if root.is_file() else sorted(root.rglob("*.jsonl")):
             yield from from_lines(path) if path.name != METRICS else ()

@@ -39,10 +39,8 @@ COMMANDS = {
     "mappings": Command("find or check the mappings of a quantizer", "gspace.lab.mappings"),
     "train": Command("train one recipe, or a list of them", "gspace.lab.train_command"),
     "reproduce": Command("run a table or figure of the paper", "gspace.lab.reproduce"),
-    "draw": Command("draw a small network with its skeleton and basis paths", "gspace.lab.draw"),
     "report": Command("tables, figures and a page from recorded runs", "gspace.lab.report"),
     "bench": Command("run a benchmark of the source tree", "gspace.lab.bench"),
-    "tour": Command("analyze and verify small built-in networks", "gspace.lab.tour"),
 }
 
 

@@ -137,8 +137,8 @@ def headline(source: Feed) -> tuple[Section, Section]:
     text = "The copy computes the same function with other weights: every hidden unit is rescaled by e^N(0, 1)."
     tables = Table("Rescaled", scaled, tuple(facts)), Table(title, ("network", *(m.label for m in TWINS)), tuple(apart))
     return (
-        Section("headline", "One network, written twice", DEMO.command, (CLAIM, text), (), tuple(drawn)),
-        Section("twins", "The same in numbers", DEMO.command, (), tables),
+        Section("headline", "One network, written twice", "", (CLAIM, text), (), tuple(drawn)),
+        Section("twins", "The same in numbers", "", (), tables),
     )
 
 
@@ -156,12 +156,11 @@ def trained(start: nn.Module, recipe: Recipe, batches: Sequence[tuple[Tensor, Te
 
 
 def _curves(pair: Sequence[Sequence[float]]) -> tuple[Series, ...]:
-    x = tuple(float(k) for k in range(len(pair[0])))
-    looks = (("network", False, 0), ("rescaled copy", True, 1))
-    return tuple(
-        Series(label, x, tuple(y), tuple(y), tuple(y), dashed, hue)
-        for (label, dashed, hue), y in zip(looks, pair, strict=True)
-    )
+    """The second can be seen on the first."""
+    x = tuple(map(float, range(len(pair[0]))))
+    one, other = map(tuple, pair)
+    copy = Series("rescaled copy", x, other, other, other, control=True, hue=1, width=1.5)
+    return Series("network", x, one, one, one, hue=5, width=5.0), copy
 
 
 def first_batches(source: Feed, recipe: Recipe, count: int) -> Iterator[tuple[Tensor, Tensor]]:

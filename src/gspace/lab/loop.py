@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspace.lab.engine import Engine, capture
 from gspace.lab.errors import RecordError, reason
-from gspace.lab.learners import Learner, live, load_state, state_of
+from gspace.lab.learners import Learner, live, load_state, state_of, test_images, training_images
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, METRICS, Run, finite
 from gspace.lab.schedule import changes, evaluation_interval, learning_rate, points, steps_per_epoch, total_iterations
@@ -182,7 +182,7 @@ class Loop:
 
     def _point(self, totals: Sequence[Sequence[float]], rates: Sequence[float]) -> tuple[Line | None, ...]:
         """Measures, writes a point of each curve, and takes those out that have diverged."""
-        scores = self.learner.test()
+        scores = self.learner.score(test_images(self.source))
         self.learner.totals.zero_()
         lines: list[Line | None] = [None] * len(self.runs)
         for k in list(self.active):
@@ -252,7 +252,7 @@ class Loop:
         if not self.active:
             return
         self._save()
-        scores = self.learner.fit()
+        scores = self.learner.score(training_images(self.source))
         speed = {"images_per_second": self._images() / seconds} if seconds else {}
         for k in self.active:
             run = self.runs[k]

@@ -73,13 +73,7 @@ def add_data(parser: argparse.ArgumentParser) -> None:
 
 
 def engine(args: argparse.Namespace) -> Engine:
-    return Engine(
-        device=args.device,
-        compile=args.compile,
-        graph=args.graph,
-        deterministic=args.deterministic,
-        checkpoint_seconds=args.checkpoint_seconds,
-    )
+    return Engine(**{field.name: getattr(args, field.name) for field in fields(Engine)})
 
 
 @contextmanager
@@ -127,31 +121,27 @@ def recipe(args: argparse.Namespace) -> Recipe:
     here alone: it is part of the identity of runs, and recorded ones may hold it.
     """
     given = {name: value for name in DEFAULTS if (value := getattr(args, name)) is not None}
-    made = _merged(given, args.recipe) if args.recipe else Recipe.from_dict(given)
+    check_fields(given)
+    try:
+        base = _recipe_file(args.recipe, given) if args.recipe else {}
+        made = Recipe.from_dict({**base, **given})
+    except (RecipeError, OSError) as error:
+        raise RecipeError(f"{args.recipe}: {error}" if args.recipe else str(error)) from error
     if UNUSED[made.model] in given:
         raise RecipeError(f"--{UNUSED[made.model]} has no effect on the network {made.model!r}: leave it out")
     return made
 
 
-def _merged(given: Mapping[str, Any], path: Path) -> Recipe:
-    check_fields(given)
-    base = _recipe_file(path)
-    if "iterations" in given or "epochs" in given:  # one length replaces the other
-        base = {name: value for name, value in base.items() if name not in ("iterations", "epochs")}
-    try:
-        return Recipe.from_dict({**base, **given})
-    except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from error
-
-
-def _recipe_file(path: Path) -> Mapping[str, Any]:
+def _recipe_file(path: Path, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Its fields; of two lengths the one on the command line replaces the other."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise RecipeError(f"it cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise RecipeError(f"{path} is no recipe: it holds no JSON object")
-    return content
+        raise RecipeError("it is no recipe: it holds no JSON object")
+    lengths = {"iterations", "epochs"}
+    return {name: value for name, value in content.items() if name not in lengths or not lengths & given.keys()}
 
 
 def reader(kind: Any) -> Callable[[str], Any]:
@@ -160,27 +150,27 @@ def reader(kind: Any) -> Callable[[str], Any]:
     >>> reader(tuple[int, ...])("64,64"), reader(float | None)("inf"), reader(int)("many")
     ((64, 64), inf, 'many')
     """
-    if isinstance(kind, UnionType):
-        return reader(next(k for k in get_args(kind) if k is not NoneType))
-    if get_origin(kind) is tuple:
-        item = reader(get_args(kind)[0])
-        return lambda text: tuple(item(part) for part in text.split(","))
+    item, many = _item(kind)
 
     def read(text: str) -> Any:
         try:
-            return kind(text)
+            return item(text)
         except ValueError:
             return text
 
-    return read
+    return (lambda text: tuple(map(read, text.split(",")))) if many else read
+
+
+def _item(kind: Any) -> tuple[type, bool]:
+    """The type of a field, or of its items if there may be several; whether there may."""
+    if isinstance(kind, UnionType):
+        kind = next(k for k in get_args(kind) if k is not NoneType)
+    return (get_args(kind)[0], True) if get_origin(kind) is tuple else (kind, False)
 
 
 def _metavar(kind: Any) -> str:
-    if isinstance(kind, UnionType):
-        return _metavar(next(k for k in get_args(kind) if k is not NoneType))
-    if get_origin(kind) is tuple:
-        return f"{_metavar(get_args(kind)[0])},..."
-    return {int: "N", float: "X", str: "NAME"}[kind]
+    item, many = _item(kind)
+    return {int: "N", float: "X", str: "NAME"}[item] + (",..." if many else "")
 
 
 def _shown(value: Any) -> str:

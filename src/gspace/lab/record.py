@@ -35,14 +35,8 @@ from gspace.lab.errors import BusyError, RecordError, reason
 from gspace.lab.recipe import Recipe
 from gspace.lab.schema import Line, check_curve, check_end, check_sessions, check_summary, parsed, sealed, unsealed
 
-RECIPE, ENVIRONMENT, METRICS, CHECKPOINT, SUMMARY, LOCK = (
-    "recipe.json",
-    "environment.json",
-    "metrics.jsonl",
-    "checkpoint",
-    "summary.json",
-    ".lock",
-)
+NAMES = "recipe.json environment.json metrics.jsonl checkpoint summary.json"
+RECIPE, ENVIRONMENT, METRICS, CHECKPOINT, SUMMARY = NAMES.split()
 _MAGIC = b"gspace-checkpoint-1\n"
 T = TypeVar("T")
 _FOLDER = re.compile(r"[\w-]+-seed\d+-[0-9a-f]{12}")
@@ -126,23 +120,20 @@ class Run:
 
 def make_folder(path: Path) -> None:
     """Makes the folder if need be; one error for all runs that were to be written below it."""
-    try:
+    with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextmanager
 def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
     """The recipe's folder below `out`, made if need be, locked until the end of the block."""
     folder = out / recipe.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK, timeout=0).acquire()
-    except Timeout as error:
-        raise BusyError(f"{folder} is in use by another process: wait for it or stop it") from error
-    except OSError as error:
-        raise RecordError(f"cannot write {folder}: {error.strerror or error}") from error
+    make_folder(folder)
+    with _writing(folder):
+        try:
+            lock = FileLock(folder / ".lock", timeout=0).acquire()
+        except Timeout as error:
+            raise BusyError(f"{folder} is in use by another process: wait for it or stop it") from error
     with lock:
         run = Run(folder, recipe)
         for left in folder.glob("*.part"):  # by a process that was killed while it wrote
@@ -253,9 +244,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RecordError(
-            f"cannot write {path}: {error.strerror or error}; what was recorded before is intact"
-        ) from error
+        why = error.strerror or error
+        raise RecordError(f"cannot write {path}: {why}; what was recorded before is intact") from error
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:

@@ -8,10 +8,9 @@ The same records give the same bytes.
 """
 
 import argparse
-import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -30,14 +29,14 @@ from gspace.lab.cells import (
 )
 from gspace.lab.claims import claims
 from gspace.lab.cost import CPU, GPU, duration, estimate
-from gspace.lab.document import Document, Section, Table, code, markdown, names
+from gspace.lab.document import Document, Section, Table, code, markdown
 from gspace.lab.errors import RecordError
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.figures import draw
 from gspace.lab.page import page
 from gspace.lab.panels import panels
 from gspace.lab.recipe import Recipe, check_name
-from gspace.lab.record import Record, write_atomic
+from gspace.lab.record import Record, make_folder, write_atomic
 from gspace.lab.tabulate import MEASURES, Found, outcome, tables, write
 
 TITLE = "Measured with gspace"
@@ -59,7 +58,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export", type=Path, metavar="DIR", help="instead, add finished runs to the files there, one per experiment"
     )
-    parser.add_argument("--json", action="store_true", help="print the tables as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     folders = shlex.join(map(str, args.runs))
     document = assemble(records, chosen, f"gspace report {folders}{only}", f" --results {folders}")
     written = publish(document, args.out)
-    print(as_json(document) if args.json else "\n".join(map(str, written)))
+    print("\n".join(map(str, written)))
     return 0
 
 
@@ -94,10 +92,7 @@ def homes(records: Sequence[Record]) -> Callable[[Recipe], str]:
 
 def publish(document: Document, out: Path) -> list[Path]:
     """Writes the document below `out`; returns the Markdown file, the page and the figures."""
-    try:
-        (out / "figures").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordError(f"cannot write {out}: {error.strerror or error}") from error
+    make_folder(out / "figures")
     text, html = out / "report.md", out / "report.html"
     drawn = [
         path
@@ -109,22 +104,6 @@ def publish(document: Document, out: Path) -> list[Path]:
     pictures = {path.stem: path.read_bytes() for path in drawn if path.suffix == ".svg"}
     write_atomic(html, page(document, pictures).encode())
     return [text, html, *drawn]
-
-
-def as_json(document: Document) -> str:
-    """The tables by section, for other programs."""
-    content = {section.name: _rows(section.tables) for section in document.sections}
-    if document.summary:
-        content["summary"] = _rows(document.summary)
-    appendix = _rows(table for table in document.appendix if table.rows)
-    if appendix:
-        content["appendix"] = appendix
-    return json.dumps(content, indent=1, ensure_ascii=False)
-
-
-def _rows(tables: Iterable[Table]) -> dict[str, list[dict[str, str]]]:
-    """Rows by the names of their columns, for each table by its title."""
-    return {table.title: [dict(zip(names(table.head), row, strict=True)) for row in table.rows] for table in tables}
 
 
 @dataclass(frozen=True)

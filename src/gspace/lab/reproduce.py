@@ -19,7 +19,7 @@ from gspace.lab.errors import RecipeError
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.recipe import Recipe, check_name
 from gspace.lab.record import Record
-from gspace.lab.report import as_json, assemble, publish
+from gspace.lab.report import assemble, publish
 from gspace.lab.sweep import conclude, run_all, share
 
 
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--report", type=Path, metavar="DIR", help="where the report goes (default: OUT/report/NAME)")
     parser.add_argument("--list", action="store_true", help="show the runs and what is left to pay, run nothing")
-    parser.add_argument("--json", action="store_true", help="with --list: the queue file, else the tables, as JSON")
+    parser.add_argument("--json", action="store_true", help="with --list: the file for `gspace train --queue`")
     options.add_data(parser)
     options.add_engine(parser)
     options.add_sweep(parser)
@@ -75,9 +75,8 @@ def run(args: argparse.Namespace) -> int:
     done = work(cells, args)
     document = assemble(recorded(args), [experiment], command(args), counting(args))
     written = publish(document, args.report or args.out / "report" / experiment.name)
-    print(as_json(document) if args.json else "\n".join(map(str, written)))
-    with options.alone(args.json):
-        return conclude(*done)
+    print("\n".join(map(str, written)))
+    return conclude(*done)
 
 
 def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> tuple[int, int, int]:
@@ -87,7 +86,7 @@ def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> tup
     before, failed, cluster = sum(scores(r) is not None for r in jobs(cells(scores))), 0, options.cluster(args)
     expected = unfinished(cells(guessed(scores)), scores)
     options.prepare(expected, args)
-    with options.session(args, len(expected)) as session, options.alone(args.json):
+    with options.session(args, len(expected)) as session:
         while todo := [recipe for recipe in unfinished(cells(scores), scores) if recipe not in tried]:
             mine = share(todo, args.slice) if args.slice else todo
             failed += run_all(mine, args.out, session, args.stack, cluster)

@@ -106,6 +106,11 @@ def invariance_gap(
         scales: The rescaling; by default e^N(0, 1) for every unit, drawn from `generator`.
         loss: Of (outputs, targets).
         analysis: The result of `analyze(model)`; otherwise `options` (`example_input`, `residual`, `pin`) are for it.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    >>> batch = torch.randn(16, 4).double(), torch.randint(3, (16,))
+    >>> invariance_gap(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), net, [batch] * 5).final > 1e-3
+    True
     """
     found = analyzed(model, analysis, options, "pin")
     refuse_sharded(dict(model.named_parameters()), "invariance_gap")
@@ -144,7 +149,14 @@ def compare_invariance(
     loss: Loss = F.cross_entropy,
     **options: Any,
 ) -> InvarianceTable:
-    """`invariance_gap` of several optimizers, with the same scales and batches; prints as a table."""
+    """`invariance_gap` of several optimizers, with the same scales and batches; prints as a table.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    >>> batch = torch.randn(16, 4).double(), torch.randint(3, (16,))
+    >>> table = compare_invariance({"SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1)}, net, [batch])
+    >>> print(str(table).splitlines()[0])
+    | optimizer | gap after 1 step | after all steps | function moved | loss, first → last |
+    """
     found = analyzed(model, analysis, options, "pin")
     if not isinstance(optimizers, Mapping):
         raise TypeError(f"optimizers are functions that make one, by name, got {type(optimizers).__name__}")
@@ -188,6 +200,11 @@ def balancedness(model: nn.Module, *, analysis: Analysis | None = None, **option
 
     Scale invariance, f(g_c w) = f(w), gives Σ_in w·g = Σ_out w·g at every unit for every loss, hence
     d/dt(‖incoming‖² − ‖outgoing‖²) = 0 under dw/dt = −g.
+
+    >>> net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
+    >>> net[0].weight.data, net[2].weight.data = torch.tensor([[3.0, 4.0]]), torch.tensor([[2.0]])
+    >>> balancedness(net).difference.tolist()  # 25 − 4
+    [21.0]
     """
     found = analyzed(model, analysis, options, "pin")
     n = 1 + found.H + found.H_absorbed
@@ -212,6 +229,10 @@ def distance(model_a: nn.Module, model_b: nn.Module, *, at: Coordinates | None =
 
     Args:
         at: Coordinates to measure in; otherwise `options` are for `coordinates`.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)).double()
+    >>> distance(net, rescale_(copy.deepcopy(net), [2.0, 4.0, 8.0])) < 1e-6
+    True
     """
     for model in (model_a, model_b):
         require_module(model)
@@ -236,6 +257,13 @@ class RatioStatistics:
         model: The model that is trained.
         at: Its coordinates at the start.
         history: One row per update: smallest, median and largest R, smallest and largest |v_r|.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> ratios = RatioStatistics.of(model)  # before training; after each step: ratios.update()
+    >>> ratios.update().shape
+    torch.Size([8])
+    >>> len(ratios.history)
+    1
     """
 
     model: nn.Module

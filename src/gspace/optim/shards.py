@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gspace.optim.held import doubt_of_gradients
 from gspace.optim.step import Layer, part
-from gspace.sharding import Together, box, is_sharded, meshes, require_copies
+from gspace.sharding import Reduce, Together, alone, box, is_sharded, meshes, require_copies
 
 
 def divided(layers: Sequence[Layer], weights: Mapping[str, Tensor]) -> list[Layer]:
@@ -27,16 +27,16 @@ def divided(layers: Sequence[Layer], weights: Mapping[str, Tensor]) -> list[Laye
     return found
 
 
-def together(weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64) -> Together:
-    """Sums over all processes that hold a part of these weights, some of which are sharded."""
-    return Together(meshes(weights).widest, dtype)
+def reduce_of(weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64) -> Reduce:
+    """Sums over all processes that hold a part of these weights."""
+    return Together(meshes(weights).widest, dtype) if any(map(is_sharded, weights.values())) else alone
 
 
 def require_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
     """All of them are finite, on every process."""
-    doubt, weights = doubt_of_gradients(model, parameters), dict(model.named_parameters())
-    if any(map(is_sharded, weights.values())):
-        together(weights).agree(doubt)
+    doubt, reduce = doubt_of_gradients(model, parameters), reduce_of(dict(model.named_parameters()))
+    if isinstance(reduce, Together):
+        reduce.agree(doubt)
     elif doubt:
         raise RuntimeError(doubt)
 

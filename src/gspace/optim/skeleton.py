@@ -83,6 +83,11 @@ def build_skeleton(
         trained: Names of the parameters that are trained (default: those that require a gradient). A unit that
             touches any other parameter is left out, as is one whose skeleton weight is 0 on a side.
         balanced: The log scales that balance the transparent view, `(H + 1,)`, if they are known.
+
+    >>> import gspace
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> gspace.build_skeleton(model, gspace.analyze(model)).H
+    8
     """
     if choice not in ("aligned", "pivoted"):
         raise ValueError(f"choice must be 'aligned' or 'pivoted', got {choice!r}")
@@ -383,6 +388,10 @@ def init_skeleton_(
 
     This changes the function of the network; it is meant for training from scratch. Units whose aligned weight is 0
     receive their skeleton too.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False))
+    >>> init_skeleton_(model)[0].weight.diagonal().tolist()
+    [1.0, 1.0]
     """
     if sign not in ("positive", "random"):
         raise ValueError(f"sign must be 'positive' or 'random', got {sign!r}")

@@ -106,6 +106,10 @@ def basis_path_norm(
         order: s; every finite one is a smooth bound of the maximum from above.
         at: Coordinates of an earlier state of the model; otherwise `reference` and `options` are for `coordinates`,
             in the exact view, which no rescaling changes with BatchNorm either.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> bool(basis_path_norm(net) > 0)
+    True
     """
     if not number(order) >= 1:
         raise ValueError(f"order must be at least 1, got {order!r}")
@@ -133,6 +137,10 @@ class BasisPathPenalty:
         order: s of "sup".
         at: Coordinates to use.
         reference, options: For `coordinates`, otherwise.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> penalty = BasisPathPenalty(1e-4)
+    >>> loss = net(torch.ones(1, 2)).sum() + penalty(net)
     """
 
     def __init__(

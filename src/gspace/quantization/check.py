@@ -72,6 +72,12 @@ def check_mappings(
 
     Every entry is also applied to a float64 copy of the model. The line says how far the output moves, relative to its
     largest value. Problems that repeat from layer to layer are one line, with * for the layer's number.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> check_mappings(net, [("0", ["2"])])
+    []
+    >>> check_mappings(net, [("0", ["3"])])
+    ["the model has no layer '3'"]
     """
     if not isinstance(table, Iterable):
         raise TypeError(f"a table is a list of entries (smooth_layer, [balance_layers]), got {type(table).__name__}")
@@ -96,7 +102,13 @@ def effects(
     analysis: Analysis | None = None,
     seed: int = 0,
 ) -> list[tuple[Entry, float | None]]:
-    """Every entry in the model's own names, and how far the output moves if it alone is applied; None: it cannot be."""
+    """Every entry in the model's own names, and how far the output moves if it alone is applied; None: it cannot be.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    >>> [(entry, change)] = effects(net, [("0", ["2"])], torch.randn(5, 4).double())
+    >>> change < 1e-12
+    True
+    """
     model, found = _analyzed(model, example_input, analysis)
     tried = _tried(model, [_pair(entry) for entry in table], example_input, found, find(model, analysis=found), seed)
     return [(entry, change) for entry, _, change in tried]

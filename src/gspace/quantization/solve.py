@@ -50,6 +50,12 @@ def equalize_(
         tolerance: Channels take turns until no log-scale moves by more.
 
     A channel that is written or read by zeros alone keeps its scale.
+
+    >>> net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
+    >>> net[0].weight.data, net[2].weight.data = torch.tensor([[1.0, 4.0]]), torch.tensor([[9.0]])
+    >>> scales = equalize_(net, "max-abs", example_input=torch.ones(1, 2))
+    >>> [round(layer.weight.abs().max().item(), 4) for layer in (net[0], net[2])]
+    [6.0, 6.0]
     """
     require_one_of("by", by, ("max-abs", "l2"))
     model = unwrap(model)
@@ -89,6 +95,13 @@ def smooth_(
         alpha: 0 leaves the weights even, 1 the activations.
         mappings: Those to use; if None, the norms', as in SmoothQuant.
         analysis: What `analyze` has found; if None, it is run on the first batches.
+
+    >>> net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3))
+    >>> x = torch.randn(8, 4)
+    >>> before = net(x)
+    >>> scales = smooth_(net, [x])
+    >>> torch.allclose(net(x), before, atol=1e-5)
+    True
     """
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be from 0 to 1, got {alpha!r}")

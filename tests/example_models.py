@@ -1,4 +1,4 @@
-"""Small networks to try the command line on: `gspace analyze gspace.lab.examples:lenet --verify`."""
+"""Small networks to try the command line on: `gspace analyze example_models.py:lenet --verify`."""
 
 from collections.abc import Sequence
 from itertools import pairwise
