@@ -29,6 +29,7 @@ from gspace.analysis.forward import (
 from gspace.analysis.operations import PATHS
 from gspace.analysis.run import called
 from gspace.analysis.sums import Power, Slot, Step, Sums, merged, played, power
+from gspace.sharding import any_sharded, whole_copy
 
 __all__ = ["PathError", "PathGraph", "Power", "as_input_of", "path_graph", "path_kappa"]
 
@@ -89,6 +90,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
     """
     inner = unwrap(model)
     refuse(inner)
+    inner = whole_copy(inner) if any_sharded(inner) else inner
     with untouched(inner):
         set_mode(inner, False)
         alike = None if example_input is None else [as_input_of(model, example_input)]
@@ -137,7 +139,8 @@ def _run(model: nn.Module, inner: nn.Module, batch: Inputs, samples: int) -> Pat
             raise PathError("no output of the model depends on its input")
         total = merged(lambda *xs: functools.reduce(torch.add, [x.sum() for x in xs]), *map(sums.read, outputs))
     slots = sums.tape.slot(total.values), None if total.exponent is None else sums.tape.slot(total.exponent)
-    sources = [(inner.get_submodule(path), last) for path, _, last in (name.rpartition(".") for name in held)]
+    own = unwrap(model)  # what was run may be a copy
+    sources = [(own.get_submodule(path), last) for path, _, last in (name.rpartition(".") for name in held)]
     return PathGraph(model, sources, sums.tape.steps, slots, samples)
 
 
