@@ -158,7 +158,7 @@ def test_reproduce_runs_reports_and_then_repeats_its_bytes(tmp_path: Path, capsy
     assert [path.suffix for path in written] == [".md", ".html", ".png", ".svg"]
     text = written[0].read_text()
     assert "digits in place of CIFAR-10" in text
-    assert "quick: reduced sizes" in text
+    assert "quick: small networks on the digits" in text
     assert "`gspace reproduce table-1 --quick`" in text
     contents = [path.read_bytes() for path in written]
     checkpoints = {path: path.stat().st_mtime_ns for path in tmp_path.rglob(CHECKPOINT)}
@@ -369,8 +369,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     "unknown device": (nothing, [*TINY, "--device", "abacus"], 5, "try cpu, cuda or auto"),
     "corrupted checkpoint": (corrupted_checkpoint, [*TINY, "--out", ROOT], 4, "is damaged (SHA-256 differs)"),
     "curve behind its checkpoint": (curve_without_points, [*TINY, "--out", ROOT], 4, "metrics.jsonl has no point at"),
-    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of seeds"),
-    "bad minutes": (nothing, [*TINY, "--minutes", "-1"], 2, "is not a positive number"),
+    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of at most 10,000 seeds"),
+    "bad minutes": (nothing, [*TINY, "--minutes", "-1"], 2, "is no positive number"),
     "queue that is none": (recipe_file("3"), ["train", "--queue", f"{ROOT}/recipe.json"], 2, "is no list of recipes"),
     "report on nothing": (nothing, ["report", ROOT], 4, "no runs below"),
     "report on an absent folder": (nothing, ["report", f"{ROOT}/absent"], 4, "does not exist"),
