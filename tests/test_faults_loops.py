@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -96,3 +97,11 @@ def test_the_recorded_loops_held() -> None:
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     for loop in loops.values():
         assert f"| {loop['tried']:,} | {loop['held']:,} |" in page
+
+
+def test_the_tests_that_the_page_names_are_there() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    there = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", page)
+    assert len(named) > 30
+    assert [name for name in named if f"def {name}(" not in there] == []
