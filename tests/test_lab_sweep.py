@@ -1,6 +1,7 @@
 """Sweeps: fixed slices of a list, and the runs of a list as tasks of a Ray cluster, one node of which dies."""
 
 import json
+import signal
 import sys
 import threading
 import time
@@ -137,3 +138,20 @@ def test_twelve_runs_on_two_nodes_survive_the_death_of_one(tmp_path: Path, capsy
     assert_same_bits(tmp_path / "alone", tmp_path / "ray", recipes)
     sessions = [len(read_run(tmp_path / "ray" / recipe.folder).sessions) for recipe in recipes]
     assert max(sessions) > 1  # at least one was continued
+
+
+@pytest.mark.slow
+def test_the_end_of_the_time_stops_tasks_with_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ray = pytest.importorskip("ray")
+    path = queue(tmp_path, [BASE.but(epochs=100_000.0, seed=seed) for seed in range(2)])
+    command = ["train", "--queue", str(path), "--out", str(tmp_path / "ray"), "--engine", "ray"]
+    try:
+        assert cli.main([*command, "--gpus-per-run", "64"]) == 5
+        assert "this machine has fewer" in capsys.readouterr().err
+        assert cli.main([*command, "--minutes", "0.4"]) == 128 + signal.SIGALRM
+    finally:
+        ray.shutdown()
+    assert "minutes are over with 2 tasks to do; run again to continue" in capsys.readouterr().err
+    states = [Run(path.parent, read_run(path.parent).recipe).load() for path in tmp_path.rglob(CHECKPOINT)]
+    assert states
+    assert all(state is not None and state["iteration"] > 0 for state in states)

@@ -198,20 +198,6 @@ def test_hooks_see_the_whole_state(kind: Kind) -> None:
     assert list(first.state_dict()) == ["wrapped"]  # once, however often
 
 
-def test_a_compiled_step_takes_the_best_way() -> None:
-    one, two = zoo.mlp(6, 7, 3), zoo.mlp(6, 7, 3)
-    two.load_state_dict(one.state_dict())
-    first, second = gspace.GSGD(one, 0.1), gspace.GSGD(two, 0.1)
-    compiled = torch.compile(second.step, backend="eager")
-    for _ in range(3):
-        for model, optimizer, take in ((one, first, first.step), (two, second, compiled)):
-            optimizer.zero_grad()
-            (model(X.float()) - 1).square().mean().backward()
-            take()
-    assert first.statistics()["way"] == second.statistics()["way"] != ""
-    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
-
-
 @gspace_kinds
 def test_a_layer_of_width_zero_is_no_hindrance(kind: Kind) -> None:
     model = nn.Sequential(nn.Linear(6, 0), nn.ReLU(), nn.Linear(0, 5), nn.ReLU(), nn.Linear(5, 3))

@@ -55,7 +55,7 @@ class Follow(Run):
 
     def __init__(self, rules: Mapping[str, Any], residual: str) -> None:
         self.equations = Equations()
-        self.weights = Weights(self.equations)
+        self.weights = Weights(self.equations, self.note)
         super().__init__(rules, Memory(_blank, self.weights.nodes))
         self.residual = residual
         self.pins: list[Pinned] = []
@@ -71,13 +71,10 @@ class Follow(Run):
 
     def enter(self, parameter: Tensor) -> None:
         """A parameter's elements, before any of them is read."""
-        key, n = key_of(parameter), parameter.untyped_storage().nbytes() // parameter.element_size()
-        last = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
-        begin = int(parameter.storage_offset())
-        self.weights.enter(key, begin, begin + last + 1)
-        if key not in self.memory.shadows:
-            whole = parameter.detach().as_strided((n,), (1,), 0)
-            self.memory.write(whole, Raw(key, (n,), (1,), 0))
+        self.weights.enter(parameter)
+        if parameter not in self.memory:
+            n = parameter.untyped_storage().nbytes() // parameter.element_size()
+            self.memory.write(parameter.detach().as_strided((n,), (1,), 0), Raw(key_of(parameter), (n,), (1,), 0))
 
     def unknown(self, t: Any) -> bool:
         """Whether another batch may have other values here, or there are none (meta device)."""
@@ -127,7 +124,10 @@ class Follow(Run):
         """Sets nodes to ground."""
         new = self.weights.ground(content) if isinstance(content, Raw) else self.equations.ground(squash(content)[0])
         if new:
-            self.pins.append(Pinned(operation or self.operation, self.where(), new, reason))
+            self.note(new, reason, operation)
+
+    def note(self, count: int, reason: str, operation: str = "") -> None:
+        self.pins.append(Pinned(operation or self.operation, self.where(), count, reason))
 
     def absorb(self, nodes: Tensor) -> None:
         """An ε is in the way: a symmetry only as it goes to 0."""

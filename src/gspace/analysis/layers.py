@@ -6,7 +6,7 @@ The rules are as in `rules.py`.
 import torch
 from torch import Tensor
 
-from gspace.analysis.follow import Follow, Nodes, Norm, Pinned
+from gspace.analysis.follow import Follow, Nodes, Norm
 from gspace.analysis.memory import Raw, key_of
 from gspace.analysis.rules import ZERO
 from gspace.analysis.run import Call
@@ -102,7 +102,7 @@ def attention(s: Follow, c: Call) -> list[Nodes]:
         s.pin(s.ids(mask), "inside of a softmax")
     count = s.equations.cancel(s.reduce(q, -2), s.reduce(k, -2))
     if count:
-        s.pins.append(Pinned(s.operation, s.where(), count, "queries and keys meet in a softmax: one scale for both"))
+        s.note(count, "queries and keys meet in a softmax: one scale for both")
     return [s.reduce(v, -2)] + [None] * 8
 
 

@@ -7,6 +7,7 @@ stopped is continued. A run that fails is reported and left; running the list ag
 import gc
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,8 @@ from typing import Any
 
 import torch
 
-from gspace.lab.errors import DeviceError, Interrupted, LabError, RecipeError, RecordError
+from gspace.lab.display import steps
+from gspace.lab.errors import BusyError, DeviceError, Interrupted, LabError, RecipeError, RecordError
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import SUMMARY, read_summary
 from gspace.lab.schema import Line
@@ -25,6 +27,7 @@ from gspace.lab.stacked import stack_key, stackable
 from gspace.lab.stopping import interruption
 from gspace.lab.train import Session, train, train_many
 
+PATIENCE = 60  # seconds
 RETRIES = 5  # of a task whose node or process died, or that failed
 
 
@@ -141,18 +144,20 @@ def _on_ray(tasks: Sequence[Sequence[Recipe]], out: Path, session: Session, on: 
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise DeviceError(f"no Ray cluster at {on.address or 'this machine'}: {error}") from error
     plain = replace(session, watch=None, stop=None)  # what can be sent
-    run = ray.remote(_task).options(
-        num_cpus=on.threads, num_gpus=on.gpus, max_retries=RETRIES, retry_exceptions=True
-    )  # fmt: skip
+    if on.address is None and on.gpus > ray.cluster_resources().get("GPU", 0):
+        raise DeviceError(f"{on.gpus:g} GPUs a run were asked for, and this machine has fewer")
+    needs = {"num_cpus": on.threads, "num_gpus": on.gpus}
+    run = ray.remote(_task).options(max_retries=RETRIES, retry_exceptions=True, **needs)
     left = {run.remote(members, out, plain, on.threads): members for members in tasks}
     failed = 0
     try:
-        while left:
-            ended, _ = ray.wait(list(left), timeout=0.5)
-            _check_stop(session, f"with {len(left)} tasks to do")
-            for task in ended:
-                failed += _ended(left.pop(task), out, partial(ray.get, task))
-                print(f"{len(tasks) - len(left)} of {len(tasks)} tasks done", flush=True)
+        with steps(len(tasks)) as show:
+            while left:
+                ended, _ = ray.wait(list(left), timeout=0.5)
+                _check_stop(session, f"with {len(left)} tasks to do")
+                for task in ended:
+                    failed += _ended(left.pop(task), out, partial(ray.get, task))
+                    show(f"{len(tasks) - len(left)} of {len(tasks)} tasks")
     finally:
         for task in left:
             ray.cancel(task)  # as Ctrl-C does: with a checkpoint
@@ -164,6 +169,11 @@ def _on_ray(tasks: Sequence[Sequence[Recipe]], out: Path, session: Session, on: 
 def _task(members: Sequence[Recipe], out: Path, session: Session, threads: int) -> None:
     """What a worker does. What it raises makes Ray try again, from the checkpoint."""
     torch.set_num_threads(threads)
+    for _ in range(PATIENCE):
+        try:
+            return _train(members, out, session)
+        except BusyError:  # a process of a node that was given up may take its time to end
+            time.sleep(1.0)
     _train(members, out, session)
 
 

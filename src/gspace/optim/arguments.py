@@ -1,14 +1,14 @@
 """What an optimizer is given: refused before anything is changed, or warned of."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import Optimizer
 
-from gspace.analysis import Analysis, Inputs, Residual, require_module
+from gspace.analysis import Analysis, Inputs, require_module
 
 
 def require_model(model: Any) -> None:
@@ -92,14 +92,9 @@ def require_numbers(defaults: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is not a number: {value}")
 
 
-def analyze_options(example_input: Inputs | None, residual: Residual, pin: Iterable[str]) -> dict[str, Any]:
-    """What of this is to be told to `analyze`."""
-    options: dict[str, Any] = {} if example_input is None else {"example_input": example_input}
-    options |= {"residual": residual} if residual != "pin" else {}
-    if not isinstance(pin, Iterable):
-        raise TypeError(f"pin takes names of modules, got {pin!r}")
-    names = (pin,) if isinstance(pin, str) else tuple(pin)
-    return options | ({"pin": names} if names else {})
+def given(example_input: Inputs | None) -> dict[str, Any]:
+    """What is to be told to `analyze`."""
+    return {} if example_input is None else {"example_input": example_input}
 
 
 def warn_of_no_units(analysis: Analysis, owner: str, stacklevel: int) -> None:

@@ -1,21 +1,21 @@
 """GSGD: SGD on the values of basis paths. Bookkeeping only; the mathematics is in `step.py`."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from gspace.analysis import Analysis, Inputs, Residual
+from gspace.analysis import Analysis, Inputs
 from gspace.optim import fast
 from gspace.optim.arguments import number
-from gspace.optim.base import Built, GSpaceOptimizer, capturing
+from gspace.optim.base import GSpaceOptimizer, capturing
+from gspace.optim.built import Built
 from gspace.optim.eager import Allocation, wide
-from gspace.optim.fast.network import Network, Outcome, Task
-from gspace.optim.fast.tables import Tile
-from gspace.optim.held import portable, require_finite_gradients
+from gspace.optim.fast.network import Outcome
+from gspace.optim.held import require_finite_gradients
 from gspace.optim.reference import Reference
 from gspace.optim.step import BatchNormRule, Number
 
@@ -48,7 +48,8 @@ class GSGD(GSpaceOptimizer):
             that: say which to compare rescaled networks.
         batch_norm: Rule for rows before a BatchNorm: "released" (the authors' code), "paper", or "exact", where neither
             the scale of a unit nor that of such a row matters (`exact.py`; γ stands still there, on purpose).
-        residual, pin, example_input, analysis: See `analyze`.
+        analysis: What `analyze` says of the model, for other options than `residual="pin"`, which is the paper's.
+        example_input: For `analyze`, where there is no analysis.
         max_ratio: Bound on the ratio by which a trained skeleton path changes in one step.
         max_drift: Bound on its value over training.
         max_path_grad_norm: Clips the norm of ∂ℓ/∂v, where clipping ∂ℓ/∂w would not be invariant: of the parameters that
@@ -60,9 +61,6 @@ class GSGD(GSpaceOptimizer):
     >>> model(torch.ones(2, 4)).square().mean().backward()
     >>> optimizer.step()
     """
-
-    _way: "fast.Bound | str | None" = None  # what takes the steps, or why torch's operations do
-    _wayfor: Any = None  # what that was found for
 
     def __init__(
         self,
@@ -76,8 +74,6 @@ class GSGD(GSpaceOptimizer):
         params: Iterable[Any] | None = None,
         reference: Reference | None = None,
         batch_norm: BatchNormRule = "released",
-        residual: Residual = "pin",
-        pin: Iterable[str] = (),
         max_ratio: float = 1.5,
         max_drift: float = 1.1,
         max_path_grad_norm: float | None = None,
@@ -112,15 +108,10 @@ class GSGD(GSpaceOptimizer):
             analysis=analysis,
             reference=reference,
             batch_norm=batch_norm,
-            residual=residual,
-            pin=pin,
             max_ratio=max_ratio,
             max_drift=max_drift,
             allocation=allocation,
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return portable(self, "_built", "_way", "_wayfor")
 
     def state_dict(self) -> dict[str, Any]:
         skipped = self._skipped()
@@ -143,57 +134,28 @@ class GSGD(GSpaceOptimizer):
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def task(self, built: Built) -> Task:
-        """What a compiled step is bound to."""
-        return Task(
-            plan=built.plan,
-            weights=built.weights,
-            groups=built.groups,
-            unit_group=built.unit_group,
-            ratio=built.last[0],
-            raw=built.last[1],
-            rule=self.batch_norm,
-            spread=self.allocation == "spread",
-            max_ratio=self.max_ratio,
-            max_drift=self.max_drift,
-            max_path_grad_norm=self.max_path_grad_norm,
-        )
+    def _wishes(self) -> list[dict[str, Any]]:
+        return [{key: group[key] for key in ("foreach", "fused")} for group in self.param_groups]
 
-    def use(self, way: Callable[[Network], fast.Way], tile: Tile, fold_items: int) -> None:
-        """Takes steps by this implementation, with such tiles, as long as nothing moves; for tests and measurements."""
-        built = self._current()
-        self._find_way(built)
-        self._way = fast.bind(self.task(built), built.outside, way, tile, fold_items)
+    def _others(self, built: Built) -> list[list[Tensor]]:
+        return built.outside
 
-    def _find_way(self, built: Built) -> "fast.Bound | str":
-        """The compiled step, kept until parameters move or settings change."""
-        ways = [(group["foreach"], group["fused"]) for group in self.param_groups]
-        settings = (built, self._rules(), self.max_path_grad_norm, ways)
-        way = self._way
-        if way is None or settings != self._wayfor or (isinstance(way, fast.Bound) and way.stale()):
-            way = "batch_norm='exact'"
-            if self.batch_norm != "exact":
-                way = fast.choose(self.task(built), self.param_groups, built.outside)
-            self._way, self._wayfor = way, settings
-        return way
-
-    def _take(self, built: Built) -> None:
-        way = self._find_way(built)
-        if isinstance(way, fast.Bound) and way.sparse():
-            way = self._way = fast.choose(self.task(built), self.param_groups, built.outside)  # without those
-        if isinstance(way, str):
-            super()._take(built)
-            return
+    def _by_kernels(self, built: Built, way: fast.Bound) -> bool:
+        if way.sparse():
+            found = self._way = fast.choose(self.task(built), self._wishes(), built.outside)  # without those
+            if isinstance(found, str):
+                return False
+            way = found
         if not way.complete and not capturing():
             require_finite_gradients(self.model, self._parameters())
         outcome = way.step(self.param_groups, self.state)
         if outcome == Outcome.NO_PATH:
             self._require_paths(self._measured(built), built.weights)
-        if outcome == Outcome.TAKEN:
-            for group, some in zip(self.param_groups, way.rest, strict=True):
-                self._plain(group, some)
-        else:  # no gradient has come, one is sparse, or not finite; or only a sum of w·g is not
-            super()._take(built)
+        if outcome != Outcome.TAKEN:  # no gradient has come, one is sparse, or not finite; or only a sum of w·g is not
+            return False
+        for group, some in zip(self.param_groups, way.rest, strict=True):
+            self._plain(group, some)
+        return True
 
     def _canvas(self, built: Built) -> tuple[list[Tensor], list[Tensor]]:
         first, second = ([torch.empty_like(wide(w)) for w in built.weights] for _ in range(2))

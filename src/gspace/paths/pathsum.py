@@ -58,7 +58,7 @@ class PathGraph:
             known = (powers or {}).get(id(t))
             inputs.append(known if known is not None else power(t, p) if isinstance(t, nn.Parameter) else t)
         device = inputs[0].device if inputs else torch.device("cpu")
-        values = played(self.steps, [torch.tensor(float(p), dtype=torch.float64, device=device), *inputs])
+        values = played(self.steps, [torch.full((), float(p), dtype=torch.float64, device=device), *inputs])
         total, exponent = (None if slot is None else values[slot.k] for slot in self.outputs)
         assert total is not None
         return Power(total / self.samples if self.samples > 1 else total, exponent)
@@ -96,10 +96,12 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
 
 
 def as_input_of(model: nn.Module, inputs: Any) -> Any:
-    """`inputs` with floating-point tensors in the dtype of the model: only their shapes matter."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    """`inputs` on the model's device, floating-point tensors in its dtype: only their shapes matter."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), None)
     plain = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, plain)
+    if like is None:
+        return plain
+    return tree_map_only(Tensor, lambda x: x.to(like.device, like.dtype if x.is_floating_point() else x.dtype), plain)
 
 
 def _recorded(model: nn.Module, inner: nn.Module, batch: Inputs) -> PathGraph:
