@@ -1,5 +1,5 @@
 # Two commands: `make test` and `make demo`. Both create the environment the first time and reuse it afterwards.
-# `make test-all` also runs the tests that are too long for every day.
+# `make test-all` also runs the tests that are too long for every day, `make docs` builds the site into build/site.
 #
 # PYTHON     the interpreter the environment is made from (3.11 or newer)
 # PIP_FLAGS  passed to pip, for example an index that holds the CPU build of torch
@@ -15,10 +15,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MORE := $(VENV)/.integrations
+DOCS := $(VENV)/.docs
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
 .DEFAULT_GOAL := test
-.PHONY: test test-all test-rest demo lint format clean
+.PHONY: test test-all test-rest demo docs lint format clean
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) $(TESTS)
@@ -33,6 +34,10 @@ test-rest: $(MORE)
 
 demo: $(READY)
 	$(BIN)/gspace demo
+
+# Strictly: a link that leads nowhere or a public name without a docstring is an error. Nothing is fetched.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -55,6 +60,10 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-$(MORE): $(READY)
-	$(PIP) --no-build-isolation --editable '.[dev,integrations]'
+$(MORE): $(DOCS)
+	$(PIP) --no-build-isolation --editable '.[dev,docs,integrations]'
+	@touch $@
+
+$(DOCS): $(READY)
+	$(PIP) --no-build-isolation --editable '.[dev,docs]'
 	@touch $@

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from gspace.lab.experiment import Method, seeds
+from gspace.lab.cells import Method, seeds
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Line, environment
 from gspace.lab.settings import FASHION, G_SGD, SGD

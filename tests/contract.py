@@ -1,6 +1,7 @@
 """What every optimizer of ours and torch's own must do alike: the optimizers as data, one network, one training loop.
 
-A new optimizer joins the contract suite (`test_optimizer_*.py`) with one row in `KINDS`.
+A new optimizer joins the contract suite (`test_optimizer_*.py`) with one row in `KINDS`; what all of them refuse is in
+`error_inputs.py`.
 
 Run as a program, `python contract.py FOLDER` goes on from the checkpoints in FOLDER, in a process of its own.
 """
@@ -60,7 +61,8 @@ KINDS = (
     Kind("GSGD", gspace.GSGD, {"lr": 0.2}),
     Kind("GSGD-momentum", gspace.GSGD, ALL_OPTIONS),
     Kind("InGSpace-SGD", partial(_inner, torch.optim.SGD), {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}),
-    Kind("InGSpace-Adam", partial(_inner, torch.optim.Adam), {"lr": 0.01}, twin=torch.optim.Adam),
+    Kind("InGSpace-AdamW", partial(_inner, torch.optim.AdamW), {"lr": 0.01}, twin=torch.optim.AdamW),
+    Kind("InGSpace-RMSprop", partial(_inner, torch.optim.RMSprop), {"lr": 0.001}, twin=torch.optim.RMSprop),
     Kind("PathSGD", partial(PathSGD, example_input=torch.zeros(2, 1, 6, 6)), ALL_OPTIONS, gspace=False),
     Kind("FrozenSkeletonSGD", FrozenSkeletonSGD, ALL_OPTIONS, gspace=False),
 )

@@ -233,16 +233,7 @@ def test_what_has_no_path_norm_is_refused_at_construction() -> None:
         PathSGD(nn.Sequential(nn.Linear(3, 4), nn.ReLU6(), nn.Linear(4, 2)), 0.1)
 
 
-def test_arguments_are_checked() -> None:
-    with pytest.raises(TypeError, match="the model"):
-        PathSGD(mlp().parameters(), 0.1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="interval"):
-        PathSGD(mlp(), 0.1, interval=0)
-    with pytest.raises(ValueError, match="learning rate"):
-        PathSGD(mlp(), -0.1)
-
-
-# What every optimizer does -------------------------------------------------------------------------------------------
+# On a GPU ----------------------------------------------------------------------------------------------------------
 
 MAKE: dict[str, Make] = {
     "PathSGD": lambda model, lr, **options: PathSGD(model, lr, momentum=0.9, interval=3, **options),
@@ -253,127 +244,6 @@ MAKE: dict[str, Make] = {
 @pytest.fixture(params=MAKE)
 def make(request: pytest.FixtureRequest) -> Make:
     return MAKE[request.param]
-
-
-def test_a_saved_state_resumes_bit_for_bit(make: Make) -> None:
-    data = batches(10, 5)
-    straight = mlp()
-    train(straight, make(straight, 0.01), data)
-    first = mlp()
-    optimizer = make(first, 0.01)
-    train(first, optimizer, data[:4])
-    saved = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
-    second = mlp(seed=1)
-    resumed = make(second, 0.5)
-    second.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    train(second, resumed, data[4:])
-    for a, b in zip(state(straight), state(second), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_deep_copy_goes_on_alone(make: Make) -> None:
-    data = batches(4, 5)
-    model = mlp()
-    optimizer = make(model, 0.01)
-    train(model, optimizer, data[:2])
-    other, its = copy.deepcopy((model, optimizer))
-    train(model, optimizer, data[2:])
-    train(other, its, data[2:])
-    for a, b in zip(state(model), state(other), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_learning_rate_as_a_tensor_and_scheduled(make: Make) -> None:
-    data = batches(6, 5)
-    results = []
-    for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
-        model = mlp()
-        optimizer = make(model, lr)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        for batch in data:
-            train(model, optimizer, [batch])
-            schedule.step()
-        results.append(state(model))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-14)
-
-
-def test_groups_use_their_own_learning_rate(make: Make) -> None:
-    model = mlp()
-    groups = [
-        {"params": model[0].parameters(), "lr": 0.0},
-        {"params": [*model[2].parameters(), *model[4].parameters()]},
-    ]
-    before = copy.deepcopy(model)
-    train(model, make(model, 0.01, params=groups), batches(2, 5))
-    assert torch.equal(model[0].weight, before[0].weight)
-    assert not torch.equal(model[4].weight, before[4].weight)
-
-
-def test_frozen_parameters_and_missing_gradients_are_left_alone(make: Make) -> None:
-    model = mlp()
-    model[0].weight.requires_grad_(False)
-    optimizer = make(model, 0.01)
-    before = copy.deepcopy(model)
-    ((x, y),) = batches(1, 5)
-    F.cross_entropy(model(x), y).backward()
-    model[4].bias.grad = None
-    optimizer.step()
-    assert torch.equal(model[0].weight, before[0].weight)
-    assert torch.equal(model[4].bias, before[4].bias)
-    assert not torch.equal(model[4].weight, before[4].weight)
-
-
-def test_a_closure_is_called_and_its_loss_returned(make: Make) -> None:
-    model = mlp()
-    optimizer = make(model, 0.01)
-    ((x, y),) = batches(1, 5)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    expected = float(F.cross_entropy(model(x), y).detach())
-    assert float(optimizer.step(closure).detach()) == expected
-    assert float(F.cross_entropy(model(x), y).detach()) < expected
-
-
-def test_maximize_ascends(make: Make) -> None:
-    model, other = mlp(), mlp()
-    ((x, y),) = batches(1, 5)
-    for m, sign, optimizer in ((model, 1, make(model, 0.01)), (other, -1, make(other, 0.01, maximize=True))):
-        (sign * F.cross_entropy(m(x), y)).backward()
-        optimizer.step()
-    torch.testing.assert_close(state(model), state(other), rtol=1e-12, atol=0)
-
-
-def test_channels_last_takes_the_same_steps(make: Make) -> None:
-    torch.manual_seed(0)
-    data = batches(3, 3, 8, 8, classes=3)
-    models = [randomize_(zoo.Functional(), 0).double() for _ in range(2)]
-    models[1].to(memory_format=torch.channels_last)
-    for m in models:
-        options = {"example_input": data[0][0]}
-        train(m, make(m, 1e-3, **options), data)
-    torch.testing.assert_close(state(models[0]), state(models[1]), rtol=1e-9, atol=1e-12)
-
-
-def test_under_a_grad_scaler_an_overflow_skips_the_step(make: Make) -> None:
-    model = randomize_(zoo.mlp(5, 7, 6, 4), 0)
-    optimizer = make(model, 0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    ((x, y),) = batches(1, 5, dtype=torch.float32)
-    before = state(model)
-    scaler.scale(F.cross_entropy(model(x), y) * float("inf")).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert all(torch.equal(a, b) for a, b in zip(before, state(model), strict=True))
-    optimizer.zero_grad()
-    scaler.scale(F.cross_entropy(model(x), y)).backward()
-    scaler.step(optimizer)
-    assert not all(torch.equal(a, b) for a, b in zip(before, state(model), strict=True))
 
 
 @pytest.mark.gpu

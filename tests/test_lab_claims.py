@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from gspace.lab.cells import Variant
 from gspace.lab.claims import CLAIMS, Claim, claims, p_value
-from gspace.lab.experiment import Variant
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Record

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -11,20 +10,17 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from gspace.lab import bench, cli, demo, display, options, queue, training
+from gspace.lab import bench, cli, demo, display, options, sweep, train_command
 from gspace.lab.archive import short_recipe
 from gspace.lab.experiments import EXPERIMENTS
-from gspace.lab.lock import locked
+from gspace.lab.formats import KEYS
 from gspace.lab.loop import Progress
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, METRICS, SUMMARY, open_run, read_run, write_atomic
@@ -141,7 +137,7 @@ def test_a_queue_of_the_reproduce_command_is_a_queue_of_the_train_command(
     assert main(*arguments, "--method", "sgd,gsgd", "--out", tmp_path) == 0
     path = tmp_path / "jobs.json"
     path.write_text(capsys.readouterr().out)
-    recipes = queue.read_queue(path)
+    recipes = sweep.read_queue(path)
     assert [(r.seed, r.optimizer) for r in recipes] == [(s, o) for s in range(3) for o in ("sgd", "gsgd")]
     small = [short_recipe(Recipe(epochs=0.5, hidden=(4,), seed=seed)) for seed in range(2)]
     path.write_text(json.dumps(small))
@@ -162,7 +158,7 @@ def test_reproduce_runs_reports_and_then_repeats_its_bytes(tmp_path: Path, capsy
     assert [path.suffix for path in written] == [".md", ".html", ".png", ".svg"]
     text = written[0].read_text()
     assert "digits in place of CIFAR-10" in text
-    assert "quick: reduced sizes" in text
+    assert "quick: small networks on the digits" in text
     assert "`gspace reproduce table-1 --quick`" in text
     contents = [path.read_bytes() for path in written]
     checkpoints = {path: path.stat().st_mtime_ns for path in tmp_path.rglob(CHECKPOINT)}
@@ -185,14 +181,12 @@ def test_a_grid_is_followed_by_its_winner(tmp_path: Path, capsys: pytest.Capture
         "--out",
         tmp_path / "runs",
     ]
-    assert main(*arguments, "--json", "--device", "cpu") == 0
-    section = json.loads(capsys.readouterr().out)["path-sgd-quick-stand-in"]
-    (row,) = section["Best rate of each method: test error, %"]
-    assert re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d \(2\); lr [\d.e-]+", row["SGD"])
-    grid = {row[""]: row["SGD"] for row in section["Grid of rates, validation images: validation error, %"]}
+    assert main(*arguments, "--device", "cpu") == 0
+    text = (tmp_path / "runs" / "report" / "path-sgd" / "report.md").read_text()
+    (chosen,) = re.findall(r"^\| 5 × 64, [^|]* \| \d+\.\d\d ± \d+\.\d\d \(2\); lr ([\d.e-]+) \|", text, re.MULTILINE)
+    grid = re.findall(r"^\| lr ([\d.e-]+), [^|]* \| (\d+\.\d\d) \(1\) \|", text, re.MULTILINE)
     assert len(grid) == 4
-    chosen = f"lr {row['SGD'].split('lr ')[1]}"
-    errors = {name.split(",")[0]: float(text.split()[0]) for name, text in grid.items()}
+    errors = {rate: float(error) for rate, error in grid}
     assert errors[chosen] == min(errors.values())
 
 
@@ -254,9 +248,7 @@ class Malice:
 
 
 def malicious_pickle(folder: Path) -> None:
-    (folder / "cifar-10-batches-py").mkdir()
-    for name in [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]:
-        (folder / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(Malice()))
+    np.savez(folder / "cifar10.npz", **{key: np.array([Malice()], dtype=object) for key in KEYS})
 
 
 def corrupted_checkpoint(folder: Path) -> None:
@@ -296,7 +288,12 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     "data truncated": (truncated_npz, [*TINY, "--data", "mnist", "--data-dir", ROOT], 3, "mnist.npz"),
     "wrong checksum": (damaged_npz, [*TINY, "--data", "mnist", "--data-dir", ROOT], 3, "differs from the published"),
     "wrong shape": (wrong_shape, [*TINY, "--data", "mnist", "--data-dir", ROOT], 3, "expected (60000, 28, 28)"),
-    "malicious pickle": (malicious_pickle, [*TINY, "--data", "cifar10", "--data-dir", ROOT], 3, "cifar-10-batches-py"),
+    "malicious pickle": (
+        malicious_pickle,
+        [*TINY, "--data", "cifar10", "--data-dir", ROOT],
+        3,
+        "cifar10.npz is damaged",
+    ),
     "unwritable folder": (a_file_in_the_way, [*TINY, "--out", f"{ROOT}/out"], 4, "cannot write"),
     "bad field": (recipe_file('{"epochs": 1, "lrr": 1}'), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "'lr'?"),
     "bad field's file": (
@@ -324,7 +321,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
         f"{ROOT}/recipe.json, recipe 2 of 2: unknown recipe field 'lrr'",
     ),
     "demo on a file": (a_file_in_the_way, ["demo", "--out", f"{ROOT}/out"], 4, f"cannot write {ROOT}/out"),
-    "bad file": (recipe_file("{"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "recipe.json cannot be read"),
+    "bad file": (recipe_file("{"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "recipe.json: it cannot be read"),
     "list as recipe": (recipe_file("[]"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "holds no JSON object"),
     "unknown name": (nothing, [*TINY, "--optimizer", "gsdg"], 2, "did you mean 'gsgd'?"),
     "unknown experiment": (nothing, ["reproduce", "tabel-1", "--list"], 2, "did you mean 'table-1'?"),
@@ -372,15 +369,12 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     "unknown device": (nothing, [*TINY, "--device", "abacus"], 5, "try cpu, cuda or auto"),
     "corrupted checkpoint": (corrupted_checkpoint, [*TINY, "--out", ROOT], 4, "is damaged (SHA-256 differs)"),
     "curve behind its checkpoint": (curve_without_points, [*TINY, "--out", ROOT], 4, "metrics.jsonl has no point at"),
-    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of seeds"),
-    "bad minutes": (nothing, [*TINY, "--minutes", "-1"], 2, "is not a positive number"),
+    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of at most 10,000 seeds"),
+    "bad minutes": (nothing, [*TINY, "--minutes", "-1"], 2, "is no positive number"),
     "queue that is none": (recipe_file("3"), ["train", "--queue", f"{ROOT}/recipe.json"], 2, "is no list of recipes"),
     "report on nothing": (nothing, ["report", ROOT], 4, "no runs below"),
     "report on an absent folder": (nothing, ["report", f"{ROOT}/absent"], 4, "does not exist"),
     "report on an unknown experiment": (corrupted_checkpoint, ["report", ROOT, "--only", "tab"], 2, "did you mean"),
-    "drawing without a format": (nothing, ["draw", "torch.nn:Linear(2, 2)", "--out", "x.jpeg"], 2, "must end in .svg"),
-    "drawing of too much": (nothing, ["draw", "torch.nn:Linear(200, 200)"], 2, "too many to see"),
-    "drawing of nothing": (nothing, ["draw", "torch.nn:ReLU"], 2, "no weights to draw"),
 }
 
 
@@ -421,102 +415,26 @@ def test_on_a_full_disk_the_report_says_so(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_run_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = Recipe(epochs=0.5, hidden=(4,))
-    (tmp_path / recipe.folder).mkdir()
-    with locked(tmp_path / recipe.folder / ".lock"):
+    with open_run(tmp_path, recipe):
         assert main(*TINY, "--out", tmp_path) == 4
     err = capsys.readouterr().err
-    assert f"is in use by process {os.getpid()}" in err
+    assert "is in use by another process" in err
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("held", [0, 2])
-def test_runs_in_use_among_several_are_left_and_said_last(
-    held: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipes = [Recipe(epochs=0.5, hidden=(4,), seed=seed) for seed in range(4)]
-    several = [*TINY, "--seeds", "0-3", "--out", tmp_path]
-    with open_run(tmp_path, recipes[held]), open_run(tmp_path, recipes[3]):
-        assert main(*several) == 4
+def test_runs_in_use_are_named_and_the_others_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stack waits for all of its MLPs; networks of other kinds are runs of their own."""
+    recipes = [Recipe(epochs=0.5, model="cnn", width=2, train_size=64, batch_size=32, seed=seed) for seed in range(3)]
+    (tmp_path / "jobs.json").write_text(json.dumps([short_recipe(recipe) for recipe in recipes]))
+    several = ["train", "--queue", tmp_path / "jobs.json", "--out", tmp_path, "--device", "cpu"]
+    with open_run(tmp_path, recipes[1]):
+        assert main(*several) == 1
         out, err = capsys.readouterr()
-        assert out.count("held by another process, left to it\n") == 2
-        assert err == "2 of 4 runs left to other processes: run again when they have ended\n"
-        assert main(*several, "--json") == 4
-        ended = json.loads(capsys.readouterr().out)
-    assert [one["summary"] is None for one in ended] == [k in (held, 3) for k in range(4)]
+        assert [recipe.folder in out for recipe in recipes] == [True, False, True]
+        assert err.startswith(f"{recipes[1].folder}: {tmp_path / recipes[1].folder} is in use by another process")
+        assert err.count("\n") == 1
     assert main(*several) == 0
-    assert "left to" not in capsys.readouterr().err
-
-
-def test_a_shared_queue_may_leave_runs_to_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipes = [Recipe(epochs=0.5, hidden=(4,), seed=seed) for seed in range(2)]
-    for jobs in (recipes, recipes[:1]):
-        (tmp_path / "jobs.json").write_text(json.dumps([short_recipe(recipe) for recipe in jobs]))
-        with open_run(tmp_path / "runs", recipes[0]):
-            assert main("train", "--queue", tmp_path / "jobs.json", "--out", tmp_path / "runs", "--device", "cpu") == 0
-        assert capsys.readouterr().err == f"1 of {len(jobs)} runs left to other processes\n"
-
-
-def test_a_table_whose_runs_are_in_use_is_reported_without_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*FEW[:-3], "sgd,gsgd", *FEW[-2:], "--data-dir", tmp_path / "nothing", "--out", tmp_path / "runs"]
-    assert main(*arguments, "--list", "--json") == 0
-    first, second = (Recipe.from_dict(fields) for fields in json.loads(capsys.readouterr().out))
-    with open_run(tmp_path / "runs", first):
-        assert main(*arguments) == 4
-    out, err = capsys.readouterr()
-    assert f"{first.folder}: held by another process" in out
-    assert err == "1 of 2 runs left to other processes: run again when they have ended\n"
-    assert (tmp_path / "runs" / "report" / "table-1" / "report.md").exists()
-    assert read_run(tmp_path / "runs" / second.folder).summary is not None
-    assert read_run(tmp_path / "runs" / first.folder).summary is None
-
-
-def test_reproduce_waits_for_others_and_runs_what_they_decide(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = ["reproduce", "rates", "--quick", "--method", "sgd", "--data-dir", tmp_path / "nothing", "--out", tmp_path]
-    assert main(*few, "--list", "--json") == 0
-    first, second = (Recipe.from_dict(fields) for fields in json.loads(capsys.readouterr().out))
-    other = ExitStack()  # holds the first run until the command waits for it
-    held = other.enter_context(open_run(tmp_path, first))
-
-    def let_go(seconds: float) -> None:
-        assert read_run(tmp_path / second.folder).summary is not None
-        assert held.summary is None
-        other.close()
-
-    monkeypatch.setattr(queue, "time", SimpleNamespace(sleep=let_go))
-    assert main(*few, "--device", "cpu", "--wait") == 0
-    out = capsys.readouterr().out
-    before, waiting, after = out.partition("waiting for the runs of other processes\n")
-    assert waiting
-    assert before.count("status finished") == 1
-    assert after.count("status finished") == 2, "the run that was held, and the one that both decide"
-    assert main(*few, "--list") == 0
-    assert "left: 0 runs" in capsys.readouterr().out
-
-
-def test_waiting_for_others_ends_with_the_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = [*FEW, "--data-dir", tmp_path / "nothing", "--out", tmp_path]
-    assert main(*few, "--list", "--json") == 0
-    (only,) = (Recipe.from_dict(fields) for fields in json.loads(capsys.readouterr().out))
-    with open_run(tmp_path, only):
-        assert main(*few, "--wait", "--minutes", "0.05") == 128 + signal.SIGALRM
-    assert capsys.readouterr().err.endswith("minutes are over waiting for other processes; run again to continue\n")
-
-
-def test_a_demo_whose_runs_are_in_use_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, (recipe, _) = next(iter(demo.NETWORKS.items()))
-    short = recipe.but(epochs=0.25, eval_every=5)
-    monkeypatch.setattr(demo, "NETWORKS", {name: (short, 1)})
-    with open_run(tmp_path / "runs", demo.SGD.on(short)):
-        assert main("demo", "--out", tmp_path) == 4
-    out, err = capsys.readouterr()
-    assert "1 of 5 runs left to other processes" in err
-    assert str(tmp_path / "report" / "report.md") in out
+    assert capsys.readouterr().out.count("status finished") == 1
 
 
 def test_runs_that_are_all_finished_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -542,7 +460,7 @@ def test_the_end_of_the_minutes_is_said_with_the_way_on(tmp_path: Path, capsys: 
 
 @pytest.mark.slow
 def test_an_interrupted_command_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "gspace", "train", "--iterations", "3000", "--hidden", "4", "--eval-every", "100"]
+    command = [sys.executable, "-m", "gspace", "train", "--iterations", "20000", "--hidden", "4", "--eval-every", "100"]
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path), "--json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)},
@@ -556,7 +474,7 @@ def test_an_interrupted_command_continues(tmp_path: Path, capsys: pytest.Capture
     assert "stopped by SIGTERM at iteration" in err
     assert main(*command[3:], "--out", tmp_path, "--json") == 0
     (ended,) = json.loads(capsys.readouterr().out)
-    assert ended["summary"]["iteration"] == 3000
+    assert ended["summary"]["iteration"] == 20_000
 
 
 # What a person sees
@@ -567,33 +485,31 @@ def told(recipe: Recipe, iteration: int, error: float) -> Progress:
     return Progress((recipe,), iteration, 100, (0.5,), (0.25,), 1234.0, 61.0, (line,))
 
 
-def screen(renderable: Any) -> str:
-    console = Console(width=200, force_terminal=False)
-    with console.capture() as capture:
-        console.print(renderable)
-    return capture.get()
+def test_the_bars_show_the_run_in_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("COLUMNS", "100")
+    with display.display(2) as watch:
+        assert watch is not None
+        watch(told(Recipe(epochs=1.0), 50, 0.125))
+    with display.steps(2) as begin:
+        begin("the first")
+        begin("the second")
+    out, err = capsys.readouterr()
+    assert out == ""
+    for shown in ("0.5/2 runs", "digits, mlp, sgd, seed 0", "61 s left, loss 0.5000", "1,234 images/s", "the second"):
+        assert shown in err
 
 
-def test_the_bars_show_the_run_in_progress() -> None:
-    bars = display.Bars(total=2)
-    bars.watch(told(Recipe(epochs=1.0), 50, 0.125))
-    text = screen(bars.body)
-    for shown in ("0.5/2 runs", "digits, mlp 64×64, sgd, lr 0.1, seed 0", "50/100 iterations, 1:01 left"):
-        assert shown in text
-    for shown in ("loss 0.5000", "error 25.00 %", "1,234 images/s", "test error 12.50 %"):
-        assert shown in text
-    bars.download("data.gz", 5, 10)
-    assert "data.gz" in screen(bars.body)
-
-
-def test_the_board_has_a_line_per_cell() -> None:
-    cells = demo.DEMO.cells(False, lambda recipe: None)
-    listed = list(cells)
-    board = display.Board(listed)
-    board.watch(told(listed[0].recipes[0], 100, 0.125))
-    text = screen(board)
-    assert all(cell.method.label in text for cell in listed)
-    assert "12.50" in text
+def test_a_log_has_a_line_per_point_and_no_bars(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Recipe(epochs=1.0)
+    with display.display(2) as watch, display.steps(2) as begin:
+        assert watch is not None
+        watch(told(recipe, 50, 0.125))
+        begin("the first")
+    line = f"  {recipe.folder} 50/100 loss 0.5000 test error % 12.50 1234 images/s 61 s left\n"
+    assert capsys.readouterr() == (line, "")
+    with display.display(2, quiet=True) as watch:
+        assert watch is None
 
 
 def test_the_demo_ends_in_tables_a_figure_and_a_page(
@@ -601,49 +517,25 @@ def test_the_demo_ends_in_tables_a_figure_and_a_page(
 ) -> None:
     short = {name: (recipe.but(epochs=0.25, eval_every=5), 2) for name, (recipe, _) in demo.NETWORKS.items()}
     monkeypatch.setattr(demo, "NETWORKS", short)
+    monkeypatch.setattr(demo, "STEPS", 12)
     monkeypatch.setenv("COLUMNS", "140")
     assert main("demo", "--out", tmp_path) == 0
     text = capsys.readouterr().out
-    gaps = re.findall(r"│ (?:MLP|CNN) \[.*?\]\s*│\s*(\S+) │\s*(\S+) │\s*(\S+) │\n", text)
+    gaps = re.findall(r"^ *(?:MLP|CNN) \[.*?\] +(\S+) +(\S+) +(\S+) *$", text, re.MULTILINE)
     assert len(gaps) == 2
     for sgd, path_sgd, gsgd in gaps:
         assert float(sgd) > 0.1
         assert max(float(path_sgd), float(gsgd)) < 1e-9
     written = [Path(line) for line in text.splitlines() if line.startswith(str(tmp_path))]
-    assert [path.name for path in written] == ["report.md", "report.html", "demo.png", "demo.svg"]
+    figures = [f"{name}.{kind}" for name in ("headline", "demo") for kind in ("png", "svg")]
+    assert [path.name for path in written] == ["report.md", "report.html", *figures]
+    markdown = written[0].read_text()
+    assert markdown.index("## One network, written twice") < markdown.index("headline.svg") < markdown.index("|---")
     assert all(path.stat().st_size > 1000 for path in written)
-    for label in (
-        "SGD",
-        "G-SGD",
-        "Path-SGD",
-        "SGD from skeleton init (control)",
-        "SGD, free skeleton frozen (control)",
-    ):
-        assert f"│ {label} " in text
+    for label in ("SGD", "G-SGD", "Path-SGD", "SGD from skeleton init", "SGD, free skeleton frozen"):
+        assert re.search(rf"^ *{label} +\d", text, re.MULTILINE)
     assert main("demo", "--out", tmp_path) == 0
     assert "Trained before" in capsys.readouterr().out
-
-
-# Drawing
-
-
-@pytest.mark.parametrize(
-    ("spec", "suffix"),
-    [
-        ("mlp(widths=(3, 2, 5, 4, 2))", "svg"),
-        ("plain(width=4, depth=3)", "png"),
-        ("residual(width=4)", "svg"),
-        ("residual(width=4)|--residual=tie", "png"),
-        ("gated(width=4)", "svg"),
-    ],
-)
-def test_small_networks_are_drawn_the_same_each_time(spec: str, suffix: str, tmp_path: Path) -> None:
-    network, *more = spec.split("|")
-    paths = [tmp_path / f"{k}.{suffix}" for k in range(2)]
-    for path in paths:
-        assert main("draw", f"gspace.lab.examples:{network}", *more, "--out", path) == 0
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert paths[0].stat().st_size > 5000
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -651,7 +543,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert all(name in text and e.question in text for name, e in EXPERIMENTS.items())
     assert main("train", "--help") == 0
-    assert training.EXAMPLES in capsys.readouterr().out
+    assert train_command.EXAMPLES in capsys.readouterr().out
 
 
 # Benchmarks
@@ -667,8 +559,8 @@ def test_benchmarks_are_listed_and_run_with_their_options(
         f'"""How large."""\nfrom {tmp_path.name}.size.units import UNIT\nprint(UNIT)\n'
     )
     monkeypatch.setattr(bench, "FOLDER", tmp_path)
-    assert main("bench", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"size": "How large.", "speed": "How fast."}
+    assert main("bench") == 0
+    assert capsys.readouterr().out == "size            How large.\nspeed           How fast.\n"
     assert main("bench", "speed", "--size", "2") == 3
     assert capsys.readouterr().out == "['--size', '2'] __main__\n"
     assert main("bench", "size") == 0
@@ -714,25 +606,25 @@ def test_an_interrupted_command_ends_in_a_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "build_parser", interrupted)
-    assert cli.main(["tour"]) == 130
+    assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err == "gspace: stopped by SIGINT\n"
 
 
 COMMAND = [sys.executable, "-m", "gspace"]
 
 
-@pytest.mark.parametrize("seeds", ["0-1", pytest.param("0", marks=pytest.mark.slow)])
-def test_a_reader_that_goes_away_loses_nothing(seeds: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seeds", ["0-1", "0"])
+def test_a_reader_that_goes_away_loses_nothing(
+    seeds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """`gspace train … | head`: what was trained is in a checkpoint, and other runs of the list are not begun."""
-    options = ["--iterations", "100000", "--hidden", "4", "--optimizer", "path-sgd", "--eval-every", "50"]
-    command = [*COMMAND, "train", *options, "--seeds", seeds, "--device", "cpu", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=120) == 128 + signal.SIGPIPE
-    assert process.stderr is not None
-    assert "Traceback" not in process.stderr.read()
+    options = ["--iterations", "1000", "--hidden", "4", "--optimizer", "path-sgd", "--eval-every", "50"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main("train", *options, "--seeds", seeds, "--device", "cpu", "--out", tmp_path) == 128 + signal.SIGPIPE
+    assert capfd.readouterr().err == ""
     assert len(list(tmp_path.glob("*/checkpoint"))) == len(list(tmp_path.iterdir())) == 1
 
 
@@ -771,25 +663,25 @@ def test_an_encoding_without_greek_shows_the_rest(monkeypatch: pytest.MonkeyPatc
 
 
 def test_two_processes_may_write_one_file(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from gspace.lab.record import write_atomic\n"
-        "for _ in range(300): write_atomic(Path(sys.argv[1]), b'a' * 10000)"
-    )
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "file")])
-    while not (tmp_path / "file").exists() and other.poll() is None:
-        time.sleep(0.01)
-    while other.poll() is None:
-        write_atomic(tmp_path / "file", b"b" * 10000)
-    assert other.returncode == 0
+    other = os.fork()
+    try:
+        for _ in range(100):
+            write_atomic(tmp_path / "file", (b"b" if other else b"a") * 10000)
+    finally:
+        if not other:
+            os._exit(sys.exc_info()[0] is not None)
+    assert os.waitpid(other, 0)[1] == 0
     assert (tmp_path / "file").read_bytes() in (b"a" * 10000, b"b" * 10000)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_ctrl_c_while_torch_is_imported_shows_no_traceback() -> None:
+@pytest.mark.parametrize("way", ["command", "module"])
+def test_ctrl_c_while_torch_is_imported_shows_no_traceback(way: str) -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     module, function = project["project"]["scripts"]["gspace"].split(":")
     script = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"  # what pip installs
-    command = [sys.executable, "-X", "importtime", "-c", script, "--version"]
+    start = ["-c", script] if way == "command" else ["-m", "gspace"]
+    command = [sys.executable, "-X", "importtime", *start, "--version"]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -52,6 +52,16 @@ def test_resnet_110_has_the_blocks_of_the_paper() -> None:
     assert [len(stage) for stage in model.stages] == [3, 8, 40, 3]
 
 
+def test_depthwise_layers_see_one_channel_each_and_every_one_has_a_scale() -> None:
+    """A stem and 13 separable layers; a channel's scale ends where the next 1×1 convolution mixes it."""
+    model = build_model("depthwise", CIFAR, 10, width=4)
+    alone = [m for m in weights(model, nn.Conv2d) if m.groups > 1]
+    assert [m.groups for m in alone] == [4, 4, 4, 8, 8, 8, *[16] * 6, 32]
+    assert all(m.groups == m.in_channels == m.out_channels for m in alone)
+    assert len(weights(model)) == 2 * len(alone) + 2 == 28
+    assert sum(m.num_features for m in model.modules() if isinstance(m, nn.BatchNorm2d)) == analyze(model).H
+
+
 def test_mlps_have_no_biases_and_he_initialisation() -> None:
     torch.manual_seed(0)
     model = mlp((1, 28, 28), 10, (400, 300))

@@ -268,21 +268,21 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from gspace.lab.lock import locked
-with locked(Path(sys.argv[1])):
+from gspace.lab.recipe import Recipe
+from gspace.lab.record import open_run
+with open_run(Path(sys.argv[1]), Recipe(iterations=10)):
     print("held", flush=True)
     time.sleep(600)
 """
 
 
 def test_a_second_process_is_refused_and_the_lock_dies_with_its_holder(tmp_path: Path) -> None:
-    with open_run(tmp_path, RECIPE) as run:
-        folder = run.folder
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder / ".lock")], stdout=subprocess.PIPE, text=True)
+    folder = tmp_path / RECIPE.folder
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(BusyError, match=f"in use by process {holder.pid}"), open_run(tmp_path, RECIPE):
+        with pytest.raises(BusyError, match="in use by another process"), open_run(tmp_path, RECIPE):
             pass
         assert read_run(folder).recipe == RECIPE  # reading needs no lock
     finally:

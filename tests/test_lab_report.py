@@ -13,16 +13,17 @@ import pytest
 from matplotlib.figure import Figure
 
 from gspace.lab import archive, cli
+from gspace.lab.cells import Cell, Method, Printed, Variant, best, jobs, seeds
 from gspace.lab.document import Document, Panel, Section, Series, Table, markdown, narrow
 from gspace.lab.errors import RecordError
-from gspace.lab.experiment import Cell, Method, Printed, Variant, best, jobs, seeds
 from gspace.lab.experiments import EXPERIMENTS, RATE
 from gspace.lab.figures import COLOURS, MANY, _panel
 from gspace.lab.page import page
 from gspace.lab.panels import curve, panels
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Record
-from gspace.lab.report import as_json, assemble, publish
+from gspace.lab.report import assemble, publish
+from gspace.lab.schema import sealed
 from gspace.lab.tabulate import MEASURES, Outcome, difference, mean_std, outcome, table, write
 from gspace.lab.train import train_many
 
@@ -185,7 +186,7 @@ def test_the_gap_to_sgd_is_drawn_seed_by_seed() -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The MLPs of `signs --quick`, for an epoch of the digits, and one run of no experiment."""
     out = tmp_path_factory.mktemp("runs")
-    cells = Variant(quick=True, absent=frozenset({"fashion_mnist"})).cells(EXPERIMENTS["signs"], lambda recipe: None)
+    cells = Variant(quick=True).cells(EXPERIMENTS["signs"], lambda recipe: None)
     recipes = [r for c in cells for r in c.recipes if r.model == "mlp" and r.hidden == (8, 8)]
     for init in ("skeleton", "skeleton-random-signs"):
         train_many([r for r in recipes if r.init == init], out)
@@ -193,24 +194,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_same_records_give_the_same_bytes(runs: Path, tmp_path: Path) -> None:
+def test_the_same_records_give_the_same_bytes_and_say_what_they_stand_on(runs: Path, tmp_path: Path) -> None:
     assert cli.main(["report", str(runs), "--out", str(tmp_path / "a")]) == 0
     assert cli.main(["report", str(runs), "--out", str(tmp_path / "b")]) == 0
     files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
-    names = ["signs-quick-stand-in.png", "signs-quick-stand-in.svg"]
+    names = ["signs-quick.png", "signs-quick.svg"]
     assert [str(path) for path in files] == [*(f"figures/{name}" for name in names), "report.html", "report.md"]
     for path in files:
         assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
-
-
-def test_a_report_says_what_it_stands_on(runs: Path, tmp_path: Path) -> None:
-    cli.main(["report", str(runs), "--out", str(tmp_path)])
-    text = (tmp_path / "report.md").read_text()
+    text = (tmp_path / "a" / "report.md").read_text()
     for said in (
-        "signs: Sec. 11.2 of the paper (quick: reduced sizes, digits in place of absent data)",
+        "signs: Sec. 11.2 of the paper (quick: small networks on the digits)",
         "digits in place of Fashion-MNIST",
         "`gspace reproduce signs --quick`",
-        "figures/signs-quick-stand-in.svg",
+        "figures/signs-quick.svg",
         "lr 0.0123",  # the run of no experiment
         "gspace reproduce table-1",  # missing, with its cost
         "on one NVIDIA H200",
@@ -224,43 +221,54 @@ def test_a_report_says_what_it_stands_on(runs: Path, tmp_path: Path) -> None:
     assert other.endswith("| – | – |")
 
 
-def test_a_report_can_be_read_by_programs(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(runs), "--out", str(tmp_path), "--json", "--only", "signs"]) == 0
-    content = json.loads(capsys.readouterr().out)
-    rows = content["signs-quick-stand-in"]["MLPs: test error, %"]
-    assert rows[0]["all +1"].endswith("(3)")
-
-
-def test_runs_of_no_experiment_can_be_read_by_programs_too() -> None:
+def test_runs_of_no_experiment_are_listed() -> None:
     runs = [record(BASE.but(data="digits", model="mlp", lr=0.07), 0.1), record(BASE.but(data="digits", lr=0.08), None)]
-    content = json.loads(as_json(assemble(runs, list(EXPERIMENTS.values()), "x")))
-    assert content.keys() == {"appendix"}
-    assert "10.00" in str(content["appendix"]["Other runs"][0])
-    assert len(content["appendix"]["Diverged runs"]) == 1
+    document = assemble(runs, [EXPERIMENTS["signs"]], "x")
+    tables = {table.title: table.rows for table in document.appendix}
+    assert document.sections == ()
+    assert "10.00 (1)" in tables["Other runs"][0]
+    assert len(tables["Diverged runs"]) == 1
 
 
 # Records to commit
 
 
-def test_an_exported_record_is_small_and_gives_the_same_tables(runs: Path, tmp_path: Path) -> None:
-    assert cli.main(["report", str(runs), "--export", str(tmp_path / "results")]) == 0
-    files = list((tmp_path / "results").iterdir())
-    assert len(files) == len(archive.read_records([runs])) == 7
-    assert all(path.suffix == ".json" and path.stat().st_size < 8000 for path in files)
-    commands = [EXPERIMENTS["signs"]]
-    before = assemble(archive.read_records([runs]), commands, "x")
-    after = assemble(archive.read_records([tmp_path / "results"]), commands, "x")
+def home(recipe: Recipe) -> str:
+    return recipe.data
+
+
+def test_exported_records_are_small_and_give_the_same_tables(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = ["report", str(runs), "--export", str(tmp_path / "results")]
+    assert cli.main(export) == 0
+    files = {path: path.read_text() for path in (tmp_path / "results").iterdir()}
+    assert {path.stem: len(text.splitlines()) for path, text in files.items()} == {
+        "mlp-invariance": 2,  # of which `signs` has two runs
+        "signs": 4,
+        "other": 1,
+    }
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert all(len(line) < 8000 for text in files.values() for line in text.splitlines())
+    before = assemble(archive.read_records([runs]), [EXPERIMENTS["signs"]], "x")
+    after = assemble(archive.read_records([tmp_path / "results"]), [EXPERIMENTS["signs"]], "x")
     assert after == before
     assert markdown(after, "figures") == markdown(before, "figures")
+    twice = archive.read_records([*files, runs])
+    assert len(twice) == 7
+    assert all(one.summary for one in twice)
+    assert cli.main(export) == 0
+    assert capsys.readouterr().out == "every finished run was there\n"
+    assert {path: path.read_text() for path in (tmp_path / "results").iterdir()} == files
 
 
-def test_a_record_survives_its_file(tmp_path: Path) -> None:
+def test_a_record_survives_its_line(tmp_path: Path) -> None:
     one = record(BASE.but(max_drift=math.inf, validation=7), 0.123456789)
-    (path,) = archive.export([one], tmp_path)
-    back = archive.from_json(path)
+    back = archive.from_line(archive.to_line(one).encode(), tmp_path, "here")
     assert back.recipe == one.recipe
     assert back.summary == {**(one.summary or {}), "test_error": 0.12346}
     assert back.metrics[-1]["iteration"] == 100
+    assert archive.to_line(back) == archive.to_line(one)
 
 
 def test_long_curves_are_thinned_and_keep_their_end() -> None:
@@ -276,121 +284,96 @@ def test_run_folders_and_records_choose_alike(tmp_path: Path) -> None:
     grid = [seeds(BASE.but(lr=lr, validation=6000), 2) for lr in (0.01, 0.03)]
     errors = {grid[0][0]: 739, grid[0][1]: 748, grid[1][0]: 755, grid[1][1]: 732}
     folders = [record(recipe, count / 6000) for recipe, count in errors.items()]
-    files = [archive.from_json(path) for path in archive.export(folders, tmp_path)]
-    assert best(grid, archive.scores_of(folders)) == best(grid, archive.scores_of(files))
+    archive.collect(folders, tmp_path, home)
+    assert best(grid, archive.scores_of(folders)) == best(grid, archive.scores_of(archive.read_records([tmp_path])))
 
 
-def test_only_finished_runs_are_exported(tmp_path: Path) -> None:
-    half = Record(Path("x"), BASE, (), (), None)
-    assert archive.export([half], tmp_path) == []
-
-
-def test_a_run_in_two_places_counts_once_and_the_finished_one_wins(runs: Path, tmp_path: Path) -> None:
-    cli.main(["report", str(runs), "--export", str(tmp_path)])
-    assert len(archive.read_records([tmp_path, runs])) == 7
-    assert all(found.summary for found in archive.read_records([tmp_path, runs]))
+def test_finished_runs_are_added_to_their_files_and_stay_there(tmp_path: Path) -> None:
+    runs = [record(recipe, 0.1 + recipe.seed / 7) for recipe in seeds(BASE, 3)]
+    half = Record(Path("x"), BASE.but(seed=9), (), (), None)
+    other = record(BASE.but(data="mnist"), 0.1)
+    assert archive.collect([*runs[1:], half], tmp_path, home) == {tmp_path / "cifar10.jsonl": 2}
+    changed = record(runs[1].recipe, 0.9)
+    added = archive.collect([runs[0], changed, other], tmp_path, home)
+    assert added == {tmp_path / "cifar10.jsonl": 1, tmp_path / "mnist.jsonl": 1}
+    assert archive.collect(runs, tmp_path, lambda recipe: "elsewhere") == {}
+    assert [archive.to_line(one) for one in archive.from_lines(tmp_path / "cifar10.jsonl")] == [
+        archive.to_line(one) for one in sorted(runs, key=lambda one: one.recipe.folder)
+    ]
 
 
 ENDED = record(BASE, 0.5).summary or {}
+DAMAGED: list[dict[str, Any]] = [
+    {"summary": {}},
+    {"summary": None},
+    {"summary": {**ENDED, "test_error": "x"}},
+    {"summary": {**ENDED, "test_error": 7}},
+    {"summary": {**ENDED, "test_error": -0.5}},
+    {"summary": {**ENDED, "test_error": None}},
+    {"summary": {**ENDED, "test_error": True}},
+    {"summary": {**ENDED, "test_error": 0.25}},
+    {"summary": {**ENDED, "status": "foo"}},
+    {"summary": {**ENDED, "status": "diverged"}},
+    {"summary": {**ENDED, "identity": "0123456789ab"}},
+    {"summary": {**ENDED, "iteration": 99}},
+    {"summary": {**ENDED, "fit_los": 1.0}},
+    {"summary": {name: value for name, value in ENDED.items() if name != "iterations"}},
+    {"summary": 3},
+    {"curve": {}},
+    {"curve": {key: [1] for key in archive.COLUMNS}},
+    {"curve": {"iteration": [100]}},
+    {"recipe": {}},
+    {"recipe": []},
+    {"sessions": [1]},
+    {"sessions": None},
+    {"more": 1},
+]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"summary": {}},
-        {"summary": {**ENDED, "test_error": "x"}},
-        {"summary": {**ENDED, "test_error": math.nan}},
-        {"summary": {**ENDED, "test_error": 7}},
-        {"summary": {**ENDED, "test_error": -0.5}},
-        {"summary": {**ENDED, "test_error": None}},
-        {"summary": {**ENDED, "test_error": True}},
-        {"summary": {**ENDED, "test_error": 0.25}},
-        {"summary": {**ENDED, "status": "foo"}},
-        {"summary": {**ENDED, "status": "diverged"}},
-        {"summary": {**ENDED, "identity": "0123456789ab"}},
-        {"summary": {**ENDED, "iteration": 99}},
-        {"summary": {**ENDED, "fit_loss": math.inf}},
-        {"summary": {**ENDED, "fit_los": 1.0}},
-        {"summary": {name: value for name, value in ENDED.items() if name != "iterations"}},
-        {"summary": 3},
-        {"curve": {}},
-        {"curve": {key: [1] for key in archive.COLUMNS}},
-        {"curve": {"iteration": [100]}},
-        {"recipe": {}},
-        {"recipe": []},
-        {"sessions": [1]},
-        {"sessions": None},
-        {"more": 1},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", [".json", ".jsonl"])
-def test_a_damaged_record_is_named(tmp_path: Path, change: dict[str, Any], kind: str) -> None:
-    one = record(BASE, 0.5)
-    path = tmp_path / f"{one.recipe.folder}{kind}"
-    content = {name: value for name, value in json.loads(archive.to_json(one)).items() if name != "digest"}
-    path.write_text(json.dumps(content) + "\n")
-    assert archive.read_records([path])[0].summary == one.summary
-    path.write_text(json.dumps({**content, **change}) + "\n")
-    with pytest.raises(RecordError, match=rf"{path.name}(, line 1)? is no record of a run: \S") as caught:
+def damaged(tmp_path: Path, text: str) -> str:
+    """What is said of a file whose second line is this."""
+    path = tmp_path / "some.jsonl"
+    path.write_text(archive.to_line(record(BASE, 0.5)) + text + "\n")
+    with pytest.raises(RecordError, match=r"some\.jsonl, line 2 is no record of a run: \S") as caught:
         archive.read_records([tmp_path])
     assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["recipe", "sessions", "summary", "curve"])
-def test_a_missing_entry_of_a_record_is_named(tmp_path: Path, name: str) -> None:
-    (path,) = archive.export([record(BASE, 0.5)], tmp_path)
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({key: value for key, value in content.items() if key not in (name, "digest")}))
-    with pytest.raises(RecordError, match=f"it has no '{name}'"):
-        archive.read_records([tmp_path])
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    content = json.loads(archive.to_line(record(BASE, 0.5)))
+    del content["digest"]
+    for change in DAMAGED:  # each with a right digest
+        damaged(tmp_path, json.dumps(sealed({**content, **change}, BASE.identity)))
+    for number in (math.nan, math.inf):
+        damaged(tmp_path, json.dumps({**content, "summary": {**ENDED, "fit_loss": number}}))
+    for name in content:
+        rest = {key: value for key, value in content.items() if key != name}
+        assert f"it has no {name!r}" in damaged(tmp_path, json.dumps(sealed(rest, BASE.identity)))
+    assert "no digest: it was written before gspace 0.2" in damaged(tmp_path, json.dumps(content))
+    for text in ("[]", "{}", "[" * 10_000, '{"recipe": {"lr": -1, "epochs": 1}, "curve": {}}'):
+        damaged(tmp_path, text)
 
 
-def test_a_changed_number_within_its_range_is_noticed(tmp_path: Path) -> None:
-    (path,) = archive.export([record(BASE, 0.5)], tmp_path)
-    path.write_text(path.read_text().replace('"fit_loss": 0.5', '"fit_loss": 0.25'))
-    with pytest.raises(RecordError, match="its digest differs: it was changed"):
-        archive.from_json(path)
+def test_a_record_of_version_0_1_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / f"{BASE.folder}.json"  # a run had a file of its own, with line breaks
+    path.write_text(json.dumps({**json.loads(archive.to_line(record(BASE, 0.5))), "digest": None}, indent=1))
+    for root in (tmp_path, path):
+        with pytest.raises(RecordError, match=r"(is a record of gspace 0\.1|is no record of a run)"):
+            archive.read_records([root])
 
 
 def test_no_bit_of_a_committed_record_flips_silently(tmp_path: Path) -> None:
-    (path,) = archive.export([record(BASE, 0.5)], tmp_path)
-    whole, content = archive.from_json(path), path.read_bytes()
-    silent = []
+    content = archive.to_line(record(BASE, 0.5)).encode()
+    whole, silent = archive.from_line(content, tmp_path, "here"), []
     for place in range(len(content)):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        flipped = content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
         try:
-            if archive.from_json(path) != whole:
+            if archive.from_line(flipped, tmp_path, "here") != whole:
                 silent.append(place)
         except RecordError:
             continue
     assert silent == []
-
-
-def test_records_in_lines_are_those_in_files(tmp_path: Path) -> None:
-    runs = [record(recipe, 0.1 + recipe.seed / 7) for recipe in seeds(BASE, 3)]
-    archive.export(runs, tmp_path / "files")
-    lines = tmp_path / "lines" / "some.jsonl"
-    assert archive.export(runs[1:], lines) == archive.export(runs[:2], lines) == [lines]
-    both = [archive.read_records([tmp_path / name]) for name in ("files", "lines")]
-    assert len(both[0]) == len(lines.read_text().splitlines()) == 3
-    assert [replace(one, folder=lines) for one in both[0]] == both[1]
-    assert archive.read_records([lines]) == both[1]
-
-
-def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
-    (path,) = archive.export([record(recipe, 0.1) for recipe in seeds(BASE, 3)], tmp_path / "some.jsonl")
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RecordError, match=r"some\.jsonl, line 3 is no record of a run"):
-        archive.read_records([tmp_path])
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"recipe": {"lr": -1, "epochs": 1}, "curve": {}}'])
-def test_a_file_that_is_no_record_is_named(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "digits-mlp-sgd-seed0-0123456789ab.json"
-    path.write_text(content)
-    with pytest.raises(RecordError, match=re.escape(str(path))):
-        archive.read_records([tmp_path])
 
 
 # The page and the Markdown
@@ -565,14 +548,6 @@ def test_what_is_recorded_is_not_missing() -> None:
         assert int(rows[name][3]) < int(every[name][3]), name
 
 
-def test_json_has_every_column() -> None:
-    cells = Variant().cells(EXPERIMENTS["table-1"], lambda recipe: None)
-    some = [record(cell.recipes[0], error) for cell, error in zip(cells, (0.25, 0.125), strict=False)]
-    content = json.loads(as_json(assemble(some, [EXPERIMENTS["table-1"]], "x")))
-    row = content["table-1"]["test error, %"][0]
-    assert (row["SGD: ours"], row["G-SGD: ours"]) == ("25.00 (1)", "12.50 (1)")
-
-
 def test_a_curve_has_the_points_that_all_its_runs_have() -> None:
     whole, sparse = record(BASE, 0.2), record(BASE.but(seed=1), 0.4)
     sparse = replace(sparse, metrics=sparse.metrics[1:])
@@ -583,13 +558,3 @@ def test_a_curve_has_the_points_that_all_its_runs_have() -> None:
 
 def test_outcome_of_nothing_has_no_mean() -> None:
     assert Outcome({}).mean is None
-
-
-def test_sets_that_were_absent_for_one_experiment_do_not_split_another() -> None:
-    signs = Variant(quick=True, absent=frozenset({"cifar10"})).cells(EXPERIMENTS["signs"], lambda recipe: None)
-    elsewhere = Variant(quick=True, absent=frozenset({"fashion_mnist"}))
-    other = elsewhere.cells(EXPERIMENTS["mlp-invariance"], lambda recipe: None)[0].recipes[:1]
-    runs = [recipe for cell in signs for recipe in cell.recipes]
-    document = assemble([record(r, 0.1) for r in (*runs, *other)], [EXPERIMENTS["signs"]], "gspace report")
-    (only,) = document.sections
-    assert "–" not in str([table.rows for table in only.tables])

@@ -1,6 +1,5 @@
 """The training loop: against a loop written out, resumed bit for bit, killed, stacked, shared, captured."""
 
-import importlib
 import json
 import math
 import os
@@ -18,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from gspace import GSGD, init_skeleton_
-from gspace.lab import cli, queue
+from gspace.lab import cli, sweep
 from gspace.lab.archive import read_records
 from gspace.lab.data import load
 from gspace.lab.engine import Engine, restore, snapshot
@@ -26,12 +25,12 @@ from gspace.lab.errors import BusyError, DeviceError, Interrupted, LabError, Rec
 from gspace.lab.learners import Single, initial_model, live, loss_and_errors
 from gspace.lab.loop import Progress
 from gspace.lab.optimizers import build_optimizer
-from gspace.lab.queue import batches, read_queue
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Run, open_run, read_run
 from gspace.lab.schedule import changes, drops, learning_rate, steps_per_epoch, total_iterations
 from gspace.lab.stacked import activations, largest_stack, losses_and_gradients, matrices, stack, stackable
 from gspace.lab.stopping import stop_requests
+from gspace.lab.sweep import batches, read_queue
 from gspace.lab.train import train, train_many
 from gspace.lab.transform import epoch_rows, feed
 
@@ -285,52 +284,6 @@ def test_progress_reports_every_point_of_the_curve(tmp_path: Path) -> None:
     assert all(progress.images_per_second > 0 for progress in seen)
 
 
-def assert_tensorboard_has_the_curve(folder: Path) -> None:
-    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    events = reader.EventAccumulator(str(folder / "tensorboard"), size_guidance={reader.SCALARS: 0})
-    events.Reload()
-    lines = read_run(folder).metrics
-    names = [name for name in lines[0] if name != "iteration"]
-    assert sorted(events.Tags()["scalars"]) == sorted(names)
-    for name in names:
-        points = events.Scalars(name)
-        assert [point.step for point in points] == [line["iteration"] for line in lines]
-        # TensorBoard stores float32: 24 bits.
-        assert [point.value for point in points] == pytest.approx([line[name] for line in lines], rel=1e-7)
-
-
-@pytest.mark.slow
-def test_tensorboard_shows_the_curve(tmp_path: Path) -> None:
-    recipes = [SMALL.but(seed=seed) for seed in range(2)]
-    train(recipes[0], tmp_path / "alone", engine=Engine(tensorboard=True))
-    train_many(recipes, tmp_path / "stack", engine=Engine(tensorboard=True))
-    for out, recipe in (("alone", recipes[0]), ("stack", recipes[0]), ("stack", recipes[1])):
-        assert_tensorboard_has_the_curve(tmp_path / out / recipe.folder)
-
-
-@pytest.mark.slow
-def test_a_continued_run_has_no_point_twice_in_tensorboard(tmp_path: Path) -> None:
-    def fail(progress: Progress) -> None:
-        if progress.iteration > 14:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):  # after two points of the curve, before a checkpoint
-        train(SMALL, tmp_path, engine=Engine(tensorboard=True), watch=fail)
-    train(SMALL, tmp_path, engine=Engine(tensorboard=True))
-    assert_tensorboard_has_the_curve(tmp_path / SMALL.folder)
-
-
-@pytest.mark.parametrize("command", [["train", "--epochs", "1", "--seeds", "0-9"], ["reproduce", "signs", "--quick"]])
-def test_without_tensorboard_one_line_says_so_and_nothing_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
-    assert cli.main([*command, "--out", str(tmp_path), "--tensorboard"]) == DeviceError.exit_code == 5
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == "gspace: error: TensorBoard is not installed: pip install tensorboard"
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_display_that_fails_does_not_spoil_the_run(tmp_path: Path) -> None:
     def fail(progress: Progress) -> None:
         if progress.iteration >= 14:
@@ -468,54 +421,6 @@ def test_the_curves_of_a_stack_are_safe_before_its_checkpoint(tmp_path: Path, mo
     assert events[-4:] == ["sync 1", "sync 2", "sync 0", "save 0"]
 
 
-# Forks before torch has any thread, so that twenty starts cost no twenty imports. Half of the kills come soon after the
-# start, half soon after some progress. Arguments: the run folders' parent, the recipe.
-KILLED = """
-import json, os, random, signal, sys, time
-from pathlib import Path
-import sklearn.datasets, torch
-from gspace.lab.engine import Engine
-from gspace.lab.recipe import Recipe
-from gspace.lab.record import read_run
-from gspace.lab.train import train
-
-torch.set_num_threads(1)
-out, recipe = Path(sys.argv[1]), Recipe.from_dict(json.loads(sys.argv[2]))
-folder = out / recipe.folder
-points = lambda: len(read_run(folder).metrics) if (folder / "recipe.json").exists() else 0  # readable at any moment
-random.seed(0)
-reached = set()
-for kill in range(20):
-    before = points()
-    child = os.fork()
-    if child == 0:
-        train(recipe, out, engine=Engine(checkpoint_seconds=0.02))
-        os._exit(0)
-    while kill % 2 and points() <= before:
-        time.sleep(0.002)
-    time.sleep(random.uniform(0, 0.15))
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if not os.WIFSIGNALED(status):
-        sys.exit("finished before the twentieth kill: make the run longer")
-    reached.add(points())
-print(len(reached))
-"""
-
-
-@pytest.mark.slow
-def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
-    recipe = Recipe(iterations=12_000, batch_size=32, hidden=(16,), eval_every=100, momentum=0.9, lr=0.01, test_size=50)
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "a"), json.dumps(recipe.to_dict())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 9  # they came at different stages of the run
-    train(recipe, tmp_path / "a")
-    train(recipe, tmp_path / "b")
-    assert_equal_runs(tmp_path / "a", tmp_path / "b", recipe)
-    assert len(read_run(tmp_path / "a" / recipe.folder).sessions) > 10
-
-
 # --- signals, queues, several processes -------------------------------------------------------------------------------
 
 LONG = Recipe(iterations=10_000_000, batch_size=32, hidden=(16,), eval_every=50, test_size=50, train_size=320)
@@ -551,7 +456,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_its_exit_code(tmp_path: Pa
     process = start(tmp_path, [LONG])
     folder = tmp_path / "runs" / LONG.folder
     wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_run(folder).metrics) > 0)
-    with pytest.raises(BusyError, match=f"in use by process {process.pid}"):
+    with pytest.raises(BusyError, match="in use by another process"):
         train(LONG, tmp_path / "runs")
     process.send_signal(signum)
     _, errors = process.communicate(timeout=60)
@@ -593,28 +498,14 @@ def test_the_time_limit_ends_with_its_runs() -> None:
 
 
 def test_a_time_limit_between_two_runs_is_named(tmp_path: Path) -> None:
-    session = queue.Session(stop=lambda: signal.SIGALRM, minutes=1.0)
+    session = sweep.Session(stop=lambda: signal.SIGALRM, minutes=1.0)
     with pytest.raises(Interrupted, match=f"^the minute is over before {SMALL.folder}; run again to continue$"):
-        queue.run_queue([SMALL], tmp_path, session)
+        sweep.run_all([SMALL], tmp_path, session)
 
 
 def test_a_signal_that_is_no_time_limit_keeps_its_name(tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match=r"^stopped by SIGALRM at iteration 1 of 44; run again to continue$"):
         train(SMALL, tmp_path, stop=lambda: signal.SIGALRM)
-
-
-@pytest.mark.parametrize(("base", "held"), [(SMALL, 0), (CNN, 1), (SMALL, 2)], ids=["stacked", "single", "last"])
-def test_what_others_hold_is_left_and_the_rest_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], base: Recipe, held: int
-) -> None:
-    recipes = [base.but(seed=seed) for seed in range(3)]
-    with open_run(tmp_path / "runs", recipes[held]):
-        assert cli.main(arguments(tmp_path, recipes)) == 0  # several processes share a queue
-    out, err = capsys.readouterr()
-    assert f"{recipes[held].folder}: held by another process, left to it\n" in out
-    assert err == "1 of 3 runs left to other processes\n"
-    finished = [read_run(tmp_path / "runs" / recipe.folder).summary is not None for recipe in recipes]
-    assert finished == [k != held for k in range(3)]
 
 
 def test_a_finished_run_that_another_process_holds_is_finished(
@@ -625,39 +516,6 @@ def test_a_finished_run_that_another_process_holds_is_finished(
     with open_run(tmp_path / "runs", recipes[0]):
         assert cli.main(arguments(tmp_path, recipes)) == 0
     assert capsys.readouterr() == ("2 runs, all finished before\n", "")
-
-
-@pytest.mark.parametrize(
-    ("tally", "shared", "code"),
-    [
-        (queue.Tally(3), False, 0),
-        (queue.Tally(3, held=frozenset([SMALL])), False, BusyError.exit_code),
-        (queue.Tally(3, held=frozenset([SMALL])), True, 0),
-        (queue.Tally(3, failed=1, held=frozenset([SMALL])), False, 1),
-        (queue.Tally(3, failed=1, held=frozenset([SMALL])), True, 1),
-        (queue.Tally(), False, 0),
-    ],
-)
-def test_the_exit_code_of_a_list(tally: queue.Tally, shared: bool, code: int) -> None:
-    assert queue.conclude(tally, shared=shared) == code
-
-
-def test_two_processes_share_a_queue(tmp_path: Path) -> None:
-    quick = CNN.but(iterations=60, eval_every=60)
-    recipes = [quick.but(seed=seed) for seed in range(3)] + [SMALL.but(seed=seed) for seed in range(3)]
-    other = start(tmp_path, recipes)
-    wait_for(lambda: (tmp_path / "runs" / recipes[0].folder).exists())
-    assert cli.main(arguments(tmp_path, recipes)) == 0
-    output = other.communicate(timeout=240)
-    assert other.returncode == 0, output
-    for recipe in recipes:
-        record = read_run(tmp_path / "runs" / recipe.folder)
-        assert record.summary is not None
-        assert record.summary["status"] == "finished"
-        assert len(record.sessions) == 1  # one process did it
-    assert result(tmp_path / "runs", recipes[-1])["stacked"] == 3
-    train(quick, tmp_path / "alone")
-    assert_equal_runs(tmp_path / "runs", tmp_path / "alone", quick)
 
 
 def test_a_queue_goes_on_after_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1047,9 +905,8 @@ def test_a_stack_whose_other_runs_are_in_use_is_left_to_their_process(
     tmp_path: Path, stopped: list[Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with open_run(tmp_path / "runs", stopped[3]):
-        tally = queue.run_queue(stopped[:2], tmp_path / "runs", queue.Session())
-    assert tally == queue.Tally(2, held=frozenset(stopped[:2]))
-    assert f"in use by process {os.getpid()}" in capsys.readouterr().out
+        assert sweep.run_all(stopped[:2], tmp_path / "runs", sweep.Session()) == 2
+    assert "is in use by another process" in capsys.readouterr().err
 
 
 def test_errors_are_measured_in_evaluation_mode_and_on_all_images(tmp_path: Path) -> None:

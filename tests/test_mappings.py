@@ -3,6 +3,7 @@
 import importlib
 import json
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,19 @@ def test_equalizing_by_the_largest_weight_makes_rows_and_columns_alike() -> None
     for above, below in ((net[0], net[2]), (net[2], net[4])):
         rows, columns = above.weight.abs().amax((1, 2, 3)), below.weight.abs().amax((0, 2, 3))
         torch.testing.assert_close(rows, columns, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("by", ["max-abs", "l2"])
+def test_a_long_chain_of_layers_is_equal_in_the_end(by: Any) -> None:
+    """Scales travel layer by layer: one sweep after another would need thousands without over-relaxation."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(m for _ in range(30) for m in (nn.Linear(4, 4, bias=False), nn.ReLU()))).double()
+    net[30].weight.data *= 1e6
+    gspace.equalize_(net, by, example_input=torch.ones(1, 4, dtype=torch.float64))
+    layers = [m.weight.detach() for m in net if isinstance(m, nn.Linear)]
+    for above, below in pairwise(layers):
+        sizes = (w.norm(dim=d) if by == "l2" else w.abs().amax(d) for w, d in ((above, 1), (below, 0)))
+        torch.testing.assert_close(*sizes, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", ["folded", "depthwise", "grouped", "residual"])

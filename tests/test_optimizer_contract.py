@@ -1,12 +1,11 @@
-"""Construction and parameter groups."""
+"""Training, and parameter groups."""
 
-import math
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gspace
 from contract import (
@@ -22,7 +21,7 @@ from contract import (
     train,
     values,
 )
-from gspace.optim.step import layers_of, path_values
+from gspace.optim.step import layers_of, scaled
 
 
 @kinds
@@ -30,83 +29,6 @@ def test_it_trains(kind: Kind) -> None:
     model = Net()
     losses = train(model, kind.make(model), batches(1) * 60)
     assert losses[-1] < 0.3 * losses[0]
-
-
-# Construction ---------------------------------------------------------------------------------------------------------
-
-BAD: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], str]] = {
-    "lr": (torch.optim.Optimizer, {"lr": -0.1}, "learning rate"),
-    "decay": (torch.optim.Optimizer, {"weight_decay": -0.1}, "weight_decay"),
-    "tensor-lr": (torch.optim.Optimizer, {"lr": torch.tensor([0.1, 0.1])}, "1-element"),
-    "momentum": (torch.optim.SGD, {"momentum": -0.1}, "momentum"),
-    "nesterov": (torch.optim.SGD, {"momentum": 0.0, "nesterov": True}, "Nesterov"),
-    "dampened-nesterov": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "nesterov": True}, "Nesterov"),
-    "betas": (torch.optim.Adam, {"betas": (1.5, 0.9)}, "beta"),
-    "eps": (torch.optim.Adam, {"eps": -1.0}, "epsilon"),
-}
-BAD_IN_GSPACE: dict[str, tuple[dict[str, Any], str]] = {
-    "lr-nan": ({"lr": math.nan}, "lr|learning rate"),
-    "tensor-lr-nan": ({"lr": torch.tensor(math.nan)}, "lr|learning rate"),
-    "reference": ({"reference": "two"}, "reference must be one of None, 'one', 'balanced', got 'two'"),
-    "batch_norm": ({"batch_norm": "none"}, "batch_norm must be one of 'released', 'paper'"),
-    "allocation": ({"allocation": "even"}, "allocation must be one of 'fixed', 'spread'"),
-    "residual": ({"residual": "cut"}, "residual must be 'pin' or 'tie'"),
-    "pin": ({"pin": ["hiden"]}, "did you mean 'hidden'"),
-    "max_ratio": ({"max_ratio": 0.9}, "max_ratio must be at least 1"),
-    "max_drift": ({"max_drift": math.nan}, "max_drift must be at least 1"),
-    "spread": ({"allocation": "spread", "max_ratio": math.inf}, "needs a finite max_ratio"),
-    "strangers": ({"params": [torch.zeros(3, 7)]}, r"shape \(3, 7\) that is no parameter of the model"),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "bad"),
-    [(kind, bad) for kind in KINDS for bad, (applies_to, _, _) in BAD.items() if issubclass(kind.twin, applies_to)],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_bad_hyper_parameters_are_refused(kind: Kind, bad: str) -> None:
-    _, options, message = BAD[bad]
-    with pytest.raises(ValueError, match=message):
-        kind.make(Net(), **options)
-
-
-@pytest.mark.parametrize("bad", BAD_IN_GSPACE)
-@gspace_kinds
-def test_bad_choices_are_refused(kind: Kind, bad: str) -> None:
-    options, message = BAD_IN_GSPACE[bad]
-    with pytest.raises(ValueError, match=message):
-        kind.make(Net(), **options)
-
-
-@kinds
-def test_empty_and_doubled_parameters_are_refused(kind: Kind) -> None:
-    model = Net()
-    with pytest.raises(ValueError, match="empty parameter list"):
-        kind.make(model, [])
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        kind.make(model, [{"params": model.head.parameters()}, {"params": model.parameters()}])
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        kind.make(model, learning_rate=0.1)
-
-
-@gspace_kinds
-def test_parameters_instead_of_a_model_are_refused(kind: Kind) -> None:
-    model = Net()
-    for wrong in (model.parameters(), list(model.parameters()), model.head.weight):
-        with pytest.raises(TypeError, match="the first argument is the model, not its parameters"):
-            kind.build(wrong, params=None, **kind.options)
-
-
-def test_other_constructor_errors() -> None:
-    with pytest.raises(ValueError, match="max_path_grad_norm must be positive"):
-        gspace.GSGD(Net(), 0.1, max_path_grad_norm=0.0)
-    with pytest.raises(RuntimeError, match="foreach"):
-        gspace.GSGD(Net(), 0.1, foreach=True, fused=True)
-    for wrong in (torch.optim.Adam([torch.zeros(1)]), nn.Linear, "adam"):
-        with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer class"):
-            gspace.InGSpace(Net(), wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="LBFGS"):
-        gspace.InGSpace(Net(), torch.optim.LBFGS)
 
 
 # Groups ---------------------------------------------------------------------------------------------------------------
@@ -137,7 +59,14 @@ OWN: dict[type[torch.optim.Optimizer], dict[str, tuple[Any, Any, dict[str, Any]]
         "nesterov": (False, True, {"momentum": 0.9, "dampening": 0.0}),
         "maximize": (False, True, {}),
     },
-    torch.optim.Adam: {
+    torch.optim.RMSprop: {
+        "lr": (0.01, 0.002, {}),
+        "weight_decay": (0.0, 0.1, {}),
+        "alpha": (0.99, 0.5, {}),
+        "momentum": (0.0, 0.9, {}),
+        "centered": (False, True, {}),
+    },
+    torch.optim.AdamW: {
         "lr": (0.01, 0.002, {}),
         "weight_decay": (0.0, 0.1, {}),
         "betas": ((0.9, 0.999), (0.5, 0.9), {}),
@@ -194,7 +123,7 @@ def test_a_group_without_learning_rate_keeps_its_path_values(kind: Kind) -> None
     def values_of_paths() -> Tensor:
         w = model.head.weight.detach().clone()
         w[layer.entries] = 0
-        return path_values(layer, layer.edges.view(w), optimizer.incoming, optimizer.outgoing)
+        return scaled(layer, layer.edges.view(w), optimizer.incoming, optimizer.outgoing)
 
     before, weights = values_of_paths(), values(model)
     train(model, optimizer, batches(6, dtype=torch.float64))
@@ -281,18 +210,6 @@ def test_a_group_without_units_disturbs_nothing(kind: Kind) -> None:
     second.add_param_group({"params": two.unused.parameters()})
     train(one, first, batches(4, seed=1))
     train(two, second, batches(4, seed=1))
-    assert_same(one, two)
-
-
-@gspace_kinds
-def test_a_refused_group_leaves_no_trace(kind: Kind) -> None:
-    one, two = Net(), Net()
-    first, second = kind.make(one), kind.make(two)
-    with pytest.raises(ValueError, match="no parameter of the model"):
-        second.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    assert len(second.param_groups) == 1
-    train(one, first, batches(3))
-    train(two, second, batches(3))
     assert_same(one, two)
 
 

@@ -105,31 +105,6 @@ def test_units_without_weights_at_construction_come_with_the_state(kind: Kind) -
     assert_same(one, two)
 
 
-@gspace_kinds
-def test_a_foreign_state_is_refused_and_changes_nothing(kind: Kind) -> None:
-    one, two, three, four = Net(), Net(), Net(), contract.chain()
-    first, second, another = kind.make(one), kind.make(two), kind.make(four)
-    plain = kind.twin(three.parameters(), **{"momentum": 0.9} if kind.twin is torch.optim.SGD else {}, lr=0.01)
-    inner = torch.optim.RMSprop if kind.twin is torch.optim.Adam else torch.optim.Adam
-    other = gspace.InGSpace(three, inner, lr=0.01)
-    train(three, plain, batches(1))
-    train(three, other, batches(1))
-    train(four, another, batches(1))
-    foreign = {
-        "says nothing of a skeleton": plain.state_dict(),
-        "doesn't match the size|other sizes": another.state_dict(),
-        "another optimizer than this": other.state_dict(),
-        "0.1.0 saved this state": {**plain.state_dict(), "gspace": {}},
-        "an object of NoneType": None,
-    }
-    for reason, state in foreign.items():
-        with pytest.raises(ValueError, match=reason):
-            first.load_state_dict(state)
-    train(one, first, batches(3))
-    train(two, second, batches(3))
-    assert_same(one, two)
-
-
 def test_gsgd_goes_on_from_sgd_in_g_space() -> None:
     """They are one algorithm and keep one state."""
     one, two = Net().double(), Net().double()
@@ -253,7 +228,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(kind: Kind) -> None:
 
 def test_a_skeleton_that_goes_round_in_a_circle_is_refused() -> None:
     model = dense.Shared()
-    optimizer = gspace.GSGD(model, 0.1, residual="tie")
+    optimizer = gspace.GSGD(model, 0.1, analysis=gspace.analyze(model))
     optimizer.rechoose()
     state = deepcopy(optimizer.state_dict())
     names = [name for name, _ in model.named_parameters()]

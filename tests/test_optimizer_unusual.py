@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gspace
@@ -21,7 +19,6 @@ from contract import (
     Kind,
     Net,
     assert_same,
-    backward,
     batches,
     chain,
     gspace_kinds,
@@ -199,31 +196,6 @@ def test_hooks_see_the_whole_state(kind: Kind) -> None:
     assert list(first.state_dict()) == ["wrapped"]  # once, however often
 
 
-@pytest.mark.parametrize("kind", GSPACE[:2], ids=lambda kind: kind.name)
-def test_a_refused_first_step_leaves_no_state(kind: Kind) -> None:
-    model = Net()
-    optimizer = kind.make(model)
-    backward(model, optimizer, batches(1)[0])
-    model.head.weight.grad[0, 0] = float("nan")
-    with pytest.raises(RuntimeError, match=r"head\.weight is not finite"):
-        optimizer.step()
-    assert not optimizer.state_dict()["state"]
-
-
-def test_a_compiled_step_takes_the_best_way() -> None:
-    one, two = zoo.mlp(6, 7, 3), zoo.mlp(6, 7, 3)
-    two.load_state_dict(one.state_dict())
-    first, second = gspace.GSGD(one, 0.1), gspace.GSGD(two, 0.1)
-    compiled = torch.compile(second.step, backend="eager")
-    for _ in range(3):
-        for model, optimizer, take in ((one, first, first.step), (two, second, compiled)):
-            optimizer.zero_grad()
-            (model(X.float()) - 1).square().mean().backward()
-            take()
-    assert first.statistics()["way"] == second.statistics()["way"] != ""
-    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
-
-
 @gspace_kinds
 def test_a_layer_of_width_zero_is_no_hindrance(kind: Kind) -> None:
     model = nn.Sequential(nn.Linear(6, 0), nn.ReLU(), nn.Linear(0, 5), nn.ReLU(), nn.Linear(5, 3))
@@ -235,30 +207,7 @@ def test_a_layer_of_width_zero_is_no_hindrance(kind: Kind) -> None:
     assert "4.weight" in moved(model, before)
 
 
-@pytest.mark.parametrize("make", [lambda m: gspace.GSGD(m, 0.1), lambda m: PathSGD(m, 0.1)], ids=["GSGD", "PathSGD"])
-def test_weights_without_values_are_named(make: Any) -> None:
-    lazy = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(gspace.TraceError, match=r"'0.weight' has no shape yet \(lazy module\)"):
-        make(lazy)
-    with pytest.raises(ValueError, match=r"'0.weight' is on the meta device"):
-        make(zoo.mlp(3, 4, 2).to("meta"))
-    with torch.inference_mode():
-        model = zoo.mlp(3, 4, 2)
-    with pytest.raises(ValueError, match=r"'0.weight' was made under torch.inference_mode"):
-        make(model)
-
-
 # Path-SGD -------------------------------------------------------------------------------------------------------------
-
-
-def test_path_sgd_refuses_states_and_parameters_of_others() -> None:
-    model = zoo.mlp(6, 7, 3)
-    optimizer = PathSGD(model, 0.1)
-    with pytest.raises(ValueError, match="another optimizer, not of PathSGD"):
-        optimizer.load_state_dict(torch.optim.SGD(model.parameters(), 0.1).state_dict())
-    with pytest.raises(ValueError, match=r"shape \(2, 2\) that is no parameter"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
-    assert len(optimizer.param_groups) == 1
 
 
 def test_kappa_of_half_precision_does_not_vanish() -> None:
@@ -327,20 +276,6 @@ def test_a_scripted_part_gets_the_plain_step(kind: Kind) -> None:
         model(torch.randn(5, 6)).square().mean().backward()
         optimizer.step()
     assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
-
-
-def test_sharded_parameters_are_refused_by_name() -> None:
-    """As FSDP2 makes them."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        mesh = init_device_mesh("cpu", (1,))
-        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
-        for make in (gspace.GSGD, gspace.PathSGD):
-            with pytest.raises(ValueError, match=r"parameter '0\.weight' is a DTensor"):
-                make(model, 0.1)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @ways
@@ -597,28 +532,6 @@ def test_a_state_of_other_kernel_sizes_is_refused() -> None:
 def test_a_rate_of_one_element_in_statistics() -> None:
     optimizer = gspace.GSGD(zoo.mlp(6, 7, 5, 3), torch.tensor([0.05]))
     assert optimizer.statistics()["effective_lr"].shape == (12,)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda m: gspace.InGSpace(m, torch.optim.LBFGS), "LBFGS"),
-        (lambda m: gspace.InGSpace(m, torch.optim.Adam(m.parameters())), "an object of Adam"),
-        (lambda m: gspace.GSGD(m, 0.1, pin=3), "names of modules"),
-        (lambda m: gspace.GSGD(m, 0.1, max_ratio=None), "max_ratio must be at least 1"),
-        (lambda m: gspace.GSGD(m, 0.1, max_path_grad_norm="x"), "max_path_grad_norm must be positive"),
-        (lambda m: gspace.GSGD(m, 0.1, max_drift=b"2"), "max_drift must be at least 1"),
-        (lambda m: gspace.GSGD(m, 0.1, max_ratio=-(10**400)), "max_ratio must be at least 1"),
-        (lambda m: PathSGD(m, float("nan")), "not a number"),
-        (lambda m: PathSGD(m, 0.1, analysis=gspace.analyze(nn.Sequential(m))), "another model"),
-        (lambda m: PathSGD(m, 0.1, analysis="x"), "got str"),
-        (lambda m: gspace.basis_path_norm(m, reference="x"), "reference must be one of"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_meant_is_refused_in_one_line(make: Any, says: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=says) as caught:
-        make(zoo.mlp(6, 7, 5, 3))
-    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("bound", [np.float32(1.5), torch.tensor(1.5), Fraction(3, 2)], ids=lambda x: type(x).__name__)

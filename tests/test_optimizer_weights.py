@@ -22,11 +22,11 @@ FREE: dict[str, Any] = {"max_ratio": math.inf, "max_drift": math.inf}
 def defined(model: nn.Module, chosen: Any, grads: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, Tensor]:
     """One step of SGD with momentum on path values, by the functions of `step.py` alone; `state` is momentum."""
     weights = values(model)
-    plan = step.plan(chosen.skeleton, weights, chosen.references)
+    plan = step.plan(chosen.skeleton, step.layers_of(chosen.skeleton, weights), chosen.references)
     named = [layer.edges.name for layer in plan.layers]
     w, g = [weights[name] for name in named], [grads[name] for name in named]
-    at = step.measure(plan, w, torch.float64)
-    root_grad = step.root_gradient(plan, w, g, *at, "released")
+    at, sums = step.observe(plan, w, g, torch.float64, "released")
+    root_grad = step.root_gradient(plan, sums, at)
     moves = []
     for layer, weight, grad, name in zip(plan.layers, w, g, named, strict=True):
         path_grad = torch.zeros_like(weight)
@@ -41,9 +41,9 @@ def defined(model: nn.Module, chosen: Any, grads: dict[str, Tensor], state: dict
     ratio, _ = step.path_ratio(at[0] * at[1], direction, LR, math.inf, math.inf)
     every, ones = ratio[plan.root], torch.ones_like(ratio)
     for layer, weight, move in zip(plan.layers, w, moves, strict=True):
-        entries = step.allocate_skeleton(layer, weight[layer.entries], every, ones)
+        entries = step.entries_after(layer, weight[layer.entries], every, ones)
         view, change = layer.edges.view(weight), -LR * layer.edges.view(move)
-        view.copy_(step.allocate_weights(layer, view, change, *at, every, ones))
+        view.copy_(step.weights_after(layer, view, change, *at, every, ones))
         weight[layer.entries] = entries
     for name in weights.keys() - set(named):
         weights[name] -= LR * (grads[name] + MOMENTUM * state[name] if name in state else grads[name])
@@ -181,9 +181,9 @@ def without_rate(model: nn.Module, optimizer: Any) -> None:
         group["lr"] = rate
         if "steps" in group:  # PathSGD counts
             group["steps"] = 0
-    for name in ("momentum_buffer", "exp_avg", "exp_avg_sq", "step"):
-        for state in optimizer.state.values():
-            state.pop(name, None)
+    for state in optimizer.state.values():
+        for name in state.keys() - {"skeleton", "kappa"}:
+            del state[name]
     optimizer.zero_grad()
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 

@@ -1,6 +1,9 @@
 """README and pages: their Python runs as it stands, block after block, none left out; links lead somewhere."""
 
+import inspect
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ from gspace.lab.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-RUN = (README, ROOT / "docs" / "usage.md", ROOT / "docs" / "quantization.md")
+DOCS = ROOT / "docs"
+RUN = (README, DOCS / "usage.md", DOCS / "quantization.md", *sorted((DOCS / "tutorials").glob("*.md")))
 PAGES = (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^```python[^\n]*\n.*?^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
 def blocks(text: str) -> list[str]:
@@ -23,9 +28,13 @@ def blocks(text: str) -> list[str]:
 
 
 def run(text: str, name: str) -> dict[str, Any]:
+    """Runs the blocks one after the other; what a plain block right behind one shows is what that one prints."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks(text):
-        exec(compile(block, name, "exec"), namespace)
+    shown = [found.group(1) for found in SHOWN.finditer(text)]
+    for block, expected in zip(blocks(text), shown, strict=True):
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(compile(block, name, "exec"), namespace)
+        assert (expected or "") in printed.getvalue(), printed.getvalue()
     return namespace
 
 
@@ -36,6 +45,13 @@ def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest
     assert blocks(text)[0].lstrip().startswith("import gspace")
     assert len(blocks(text)) == text.count("```python")
     assert "gspace" in run(text, str(path))
+
+
+def test_what_a_page_shows_is_what_its_code_prints() -> None:
+    text = "```python\nprint(1 + 1)\n```\n\n```\n{}\n```\n\ntext\n\n```\nno output\n```\n"
+    run(text.format(2), "right.md")
+    with pytest.raises(AssertionError):
+        run(text.format(3), "wrong.md")
 
 
 def test_a_block_that_raises_is_found_in_its_line() -> None:
@@ -68,6 +84,13 @@ def test_links_lead_to_files_that_are_there(path: Path) -> None:
         assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
+def test_every_page_is_on_the_site() -> None:
+    listed = set(re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert pages <= listed, "mkdocs.yml lists the pages"
+    assert all((ROOT / name).exists() for name in listed - pages if not name.startswith(("index", "reference/")))
+
+
 def test_the_paper_is_cited_alike() -> None:
     """The citation file and the README name the same authors in the same order."""
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
@@ -77,11 +100,23 @@ def test_the_paper_is_cited_alike() -> None:
     assert " and ".join(f"{given} {family}" for given, family in names) == bibtex
 
 
+RESULTS = {"Analysis", "Edges", "Equivalence", "Mapping", "PathError", "Pin", "Skeleton", "TraceError", "UnitGroup"}
+
+
 def test_every_public_name_is_called_on_some_page() -> None:
     """All but the types of what calls return."""
     code = "\n".join(block for path in RUN for block in blocks(path.read_text(encoding="utf-8")))
-    results = {"Analysis", "Edges", "Equivalence", "Mapping", "PathError", "Pin", "Skeleton", "TraceError", "UnitGroup"}
-    assert {name for name in gspace.__all__ if not re.search(rf"gspace\.{name}\b", code)} == results
+    assert {name for name in gspace.__all__ if not re.search(rf"gspace\.{name}\b", code)} == RESULTS
+
+
+def test_every_public_call_has_an_example() -> None:
+    """They run as doctests. Those of `gspace.paths` are one story, told by the module."""
+    parts = [gspace, gspace.quantization]
+    named = {name: getattr(part, name) for part in parts for name in part.__all__}
+    told = {name for name, item in named.items() if re.search(rf">>>.*\b{name}\b", inspect.getdoc(item) or "")}
+    assert named.keys() - told - RESULTS - {"Mappings", "Side"} == set()
+    story = inspect.getdoc(gspace.paths) or ""
+    assert {name for name in gspace.paths.__all__ if f"{name}(" not in story} == {"Basis", "Path", "Wiring"}
 
 
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.name)

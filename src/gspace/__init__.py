@@ -1,5 +1,7 @@
 """gspace: train and study ReLU networks modulo their rescaling symmetry."""
 
+import gspace_command  # noqa: F401, I001 -- before torch: Ctrl-C while `python -m gspace` imports it
+
 from gspace import paths
 from gspace.analysis import Analysis, Edges, Pin, TraceError, UnitGroup, analyze
 from gspace.group.equivalence import Equivalence, are_equivalent
@@ -7,6 +9,7 @@ from gspace.group.scaling import Scales, balance_, random_scales, rescale_
 from gspace.measure.diagnostics import RatioStatistics, balancedness, compare_invariance, distance, invariance_gap
 from gspace.measure.flatness import psi_flatness
 from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD
+from gspace.optim.factory import factory
 from gspace.optim.gsgd import GSGD
 from gspace.optim.inner import InGSpace
 from gspace.optim.skeleton import Skeleton, build_skeleton, init_skeleton_
@@ -14,7 +17,7 @@ from gspace.paths.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.paths.pathsum import PathError
 from gspace.quantization import Mapping, check_mappings, equalize_, mappings, smooth_
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GSGD",
@@ -43,6 +46,7 @@ __all__ = [
     "compare_invariance",
     "distance",
     "equalize_",
+    "factory",
     "init_skeleton_",
     "invariance_gap",
     "mappings",

@@ -2,6 +2,6 @@
 
 import sys
 
-from gspace.lab.cli import main
+from gspace_command import main
 
 sys.exit(main())

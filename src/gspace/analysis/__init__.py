@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from gspace import sharding
 from gspace.analysis.assemble import assemble
 from gspace.analysis.forward import Inputs, TraceError, untouched, unwrap
+from gspace.analysis.identity import modules_of, other_module
 from gspace.analysis.repeat import Task, followed
 from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, magnitude
 from gspace.devices import on_cpu
 
 __all__ = [
     "Analysis", "Edges", "Form", "Inputs", "Pin", "Residual", "Statistic", "TraceError", "UnitGroup", "analyze",
-    "analyzed", "magnitude", "unwrap",
+    "analyzed", "magnitude", "require_module", "unwrap",
 ]  # fmt: skip
 
 MODES = {"train": True, "eval": False}
@@ -62,6 +64,8 @@ def analyze(
     listed = [modes] if isinstance(modes, str) else list(modes)
     if not listed or not set(listed) <= MODES.keys():
         raise ValueError(f"modes are 'train', 'eval' or both, got {modes!r}")
+    if sharding.any_sharded(model):
+        model = sharding.whole_copy(model)
     inner = unwrap(model)
     refuse(inner)
     names = _known(pin, inner)
@@ -72,7 +76,7 @@ def analyze(
         found = on_cpu(assemble)(followed(task, example_input), model, residual)
     inside = tuple(f"{name}." for name in modules)
     unseen = {name: n for name, n in found.unseen.items() if not _bare(name).startswith(inside)}
-    return replace(found, unseen=unseen)
+    return replace(found, unseen=unseen, modules=modules_of(inner))
 
 
 def analyzed(
@@ -88,6 +92,7 @@ def analyzed(
         raise TypeError(f"analysis is what gspace.analyze returns, got {type(analysis).__name__}")
     if options:
         raise ValueError(f"pass either analysis= or {', '.join(options)}=, not both")
+    require_module(model)
     parameters = dict(model.named_parameters())
     for e in analysis.edges:
         if e.name not in parameters or not e.fits(parameters[e.name]):
@@ -95,13 +100,25 @@ def analyzed(
                 f"the analysis is of another model: this one has no parameter {e.name!r} of that size "
                 "(a wrapped model is another one: analyze what you pass here)"
             )
+    changed = other_module(analysis.modules, unwrap(model))
+    if changed is not None:
+        where = f"its module {changed!r}" if changed else f"the {type(unwrap(model)).__name__} itself"
+        raise ValueError(
+            f"the analysis is of another model, or of this one before it was changed: {where} has another forward or "
+            "other settings. Analyze it again"
+        )
     return analysis
+
+
+def require_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
 
 
 def refuse(model: nn.Module) -> None:
     """What cannot be run or followed at all."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    require_module(model)
+    sharding.refuse_flat(model)
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise TraceError(

@@ -3,6 +3,7 @@
 Shapes: `head` is `(group, out)`, `tail` is `(group, in)`, a parameter is viewed as `(group, out, in, *taps)`.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,18 +44,39 @@ class Edges:
     def fits(self, parameter: Tensor) -> bool:
         """Whether `parameter` has this many outputs and inputs."""
         try:
-            return self.view(parameter).shape[:3] == (*self.head.shape, self.tail.shape[1])
+            like = torch.empty(parameter.shape, device="meta")  # it may be sharded
+            return self.view(like).shape[:3] == (*self.head.shape, self.tail.shape[1])
         except RuntimeError:  # it cannot be divided so
             return False
 
     def view(self, parameter: Tensor) -> Tensor:
         """`parameter` as `(group, out, in, *taps)`, without a copy whatever its strides."""
         if parameter.numel() == 0:
-            return parameter.reshape(*self.head.shape, self.tail.shape[1])
+            return parameter.reshape(*self.head.shape, self.tail.shape[1], *parameter.shape[2:])
         if parameter.dim() != 1 and self.head.numel() != parameter.numel():
             split = parameter.unflatten(0, (self.head.shape[0], -1))
             return split.transpose(1, 2) if self.swap else split
         return parameter.reshape(*self.head.shape, 1)
+
+    def part(self, shape: Sequence[int], dim: int, start: int, stop: int) -> "Edges":
+        """The edges of `parameter.narrow(dim, start, stop - start)`, for a parameter of this shape.
+
+        Where groups are divided, each row is a group of its own.
+        """
+        head, tail, here = self.head, self.tail, torch.arange(start, stop, device=self.head.device)
+        single = len(shape) == 1 or head.numel() == math.prod(shape)  # one weight for each output
+        if single:
+            every = torch.arange(head.numel(), device=head.device).reshape(*shape)
+            here = every.narrow(dim, start, stop - start).flatten()
+        if single or (dim == 0 and len(head) > 1):
+            rows, columns = (tail, head) if self.swap and not single else (head, tail)
+            group, rows = here // rows.shape[1], rows.reshape(-1)[here, None]
+            head, tail = (columns[group], rows) if self.swap and not single else (rows, columns[group])
+        elif dim < 2 and (dim == 0) != self.swap:
+            head = head[:, here]
+        elif dim < 2:
+            tail = tail[:, here]
+        return replace(self, head=head, tail=tail)
 
 
 def magnitude(weight: Tensor) -> Tensor:
@@ -117,6 +139,7 @@ class Analysis:
             times before a squared ReLU, the sum of two behind a gate.
         unseen: Parameters with elements that no run has read, and how many: nothing is known of them.
         passes: Units whose scale goes through a "relu", a "gate" (a product of two activations) or an "attention".
+        modules: What the modules of the model were (`identity`), to know it again.
     """
 
     H: int
@@ -133,6 +156,7 @@ class Analysis:
     forms: Mapping[int, Form] = field(default_factory=dict, repr=False)
     unseen: Mapping[str, int] = field(default_factory=dict, repr=False)
     passes: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
+    modules: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def log_scales(self, units: Tensor) -> Tensor:
         """Log-scales of all ids of `edges`, given those of ground and units, `(1 + H + H_absorbed,)`."""

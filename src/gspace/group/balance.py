@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from gspace.analysis import Edges
+from gspace.sharding import Reduce, alone, pieces
 
 DENSE = 300  # layers up to which a dense matrix is faster
 LARGE = 1 << 14  # entries of a matrix that is worth a product of its own
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stack:
     """Parameters with equal numbers of outputs and inputs, one after the other along the group axis.
 
@@ -44,28 +45,56 @@ class Stack:
     tail: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Network:
+    """The edges between live units, as far as they are here.
+
+    Attributes:
+        stacks: Their parameters.
+        reduce: Adds up the sums of all processes that hold a part of them.
+        links: Pairs of layers that edges join, here or elsewhere, as head · layers + tail, in order.
+        layer: Number of the layer of every unit, `(n,)`.
+    """
+
+    stacks: Sequence[Stack]
+    reduce: Reduce
+    links: Tensor
+    layer: Tensor
+
+    @property
+    def layers(self) -> int:
+        return int(self.layer.max()) + 1
+
+
 def squares(edges: Sequence[Edges], weights: Mapping[str, Tensor]) -> list[Tensor]:
     """a = Σ over taps of w² in float64, `(group, out, in)` for each parameter."""
-    result = []
-    for e in edges:
-        w = e.view(weights[e.name].detach())
-        a = w.to(torch.float64, copy=True).square_()
-        result.append(a.flatten(3).sum(3) if w.dim() > 3 else a)
-    return result
+    return [_square(e, weights[e.name]) for e in edges]
 
 
-def live_units(edges: Sequence[Edges], strength: Sequence[Tensor], n: int) -> Tensor:
+def _square(e: Edges, weight: Tensor) -> Tensor:
+    a = e.view(weight.detach()).to(torch.float64, copy=True).add_(e.shift).square_()
+    return a.flatten(3).sum(3) if a.dim() > 3 else a
+
+
+def live_units(edges: Sequence[Edges], strength: Sequence[Tensor], n: int, reduce: Reduce = alone) -> Tensor:
     """Units on a path of non-zero weights from ground to ground, `(n,)` bool; ground is True."""
     device = strength[0].device if strength else torch.device("cpu")
     ahead, behind = (torch.zeros(n, dtype=torch.bool, device=device) for _ in range(2))
     ahead[0] = behind[0] = True
     links = [(e.head.to(device), e.tail.to(device), a > 0) for e, a in zip(edges, strength, strict=True)]
+
+    def told(found: Tensor) -> None:
+        if reduce is not alone:
+            found |= reduce(found.double()) > 0
+
     while True:
         before = int(ahead.sum() + behind.sum())
         for head, tail, link in links:
             ahead[head[(link & ahead[tail][:, None, :]).any(2)]] = True
+            told(ahead)
         for head, tail, link in reversed(links):
             behind[tail[(link & behind[head][:, :, None]).any(1)]] = True
+            told(behind)
         if int(ahead.sum() + behind.sum()) == before:
             return ahead & behind
 
@@ -76,51 +105,65 @@ def balanced_log_scales(
     """log c of the balanced representative, `(n,)`; 0 for ground, for `fixed` units and for units that are not live.
 
     Units that no ground-to-ground path of non-zero weights meets keep their scale, and what they write or read counts
-    for no other unit: their weights could be made as small as one likes without changing the function.
+    for no other unit: their weights could be made as small as one likes without changing the function. Weights that are
+    sharded stay where they are: sums over units cross processes.
     """
-    device = weights[edges[0].name].device if edges else torch.device("cpu")
+    here, parts, reduce = pieces(edges, weights)
+    device = parts[0].device if edges else torch.device("cpu")
     x = torch.zeros(n, dtype=torch.float64, device=device)
     free = torch.ones(n, dtype=torch.bool, device=device)
     if fixed is not None:
         free &= ~fixed.to(device)
     free[0] = False
     unit = torch.where(free, torch.arange(n, device=device), 0)  # fixed units act as ground
-    edges = [replace(e, head=unit[e.head.to(device)], tail=unit[e.tail.to(device)]) for e in edges]
-    edges = [e for e in edges if bool(e.head.any()) or bool(e.tail.any())]  # from ground to ground: a constant in F
-    if not edges:
+    edges, here = (
+        [replace(e, head=unit[e.head.to(device)], tail=unit[e.tail.to(device)]) for e in some] for some in (edges, here)
+    )
+    joins = [k for k, e in enumerate(edges) if bool(e.head.any() | e.tail.any())]  # others are a constant in F
+    if not joins:
         return x
+    edges, here, parts = [edges[k] for k in joins], [here[k] for k in joins], [parts[k] for k in joins]
     # Beyond the rounding of the weights, digits of a scale mean nothing.
-    goal = 1e-13 if any(weights[e.name].dtype == torch.float64 for e in edges) else 1e-9
-    strength = squares(edges, weights)
-    live = live_units(edges, strength, n)
+    goal = 1e-13 if any(w.dtype == torch.float64 for w in parts) else 1e-9
+    strength = [_square(e, w) for e, w in zip(here, parts, strict=True)]
+    for e, a in zip(edges, strength, strict=True):
+        if not bool(a.sum().isfinite()):
+            raise ValueError(f"{e.name} holds weights that are not finite, or whose squares are not")
+    live = live_units(here, strength, n, reduce)
     free &= live
-    layer, stacks = layers(edges, free), _stacked(edges, strength, live)
+    layer = layers(edges, free)
+    net = Network(_stacked(here, strength, live), reduce, _pairs(edges, layer), layer)
     del strength
+    start = torch.zeros_like(x)
     for _ in range(12):  # damped fixed-point sweeps: in log scale, so that factors of any size shrink geometrically
-        into, out = sides(stacks, x)
-        change = torch.where(free, 0.25 * (out / into).log(), 0)
+        into, out = sides(net, x)
+        change = torch.where(free, 0.25 * (out.log() - into.log()), 0)
         x = x + change
-        if not bool((change.abs() > 1e-3).any()):
+        largest = float(change.abs().max())
+        if largest > 10:  # as factors they might overflow
+            _take_in(net.stacks, x)
+            start, x = start + x, torch.zeros_like(x)
+        if not largest > 1e-3:
             break
-    _take_in(stacks, x)  # from here on x is small
-    start, x = x, torch.zeros_like(x)
-    x = _layers_balanced(stacks, x, layer)
-    into, out = sides(stacks, x)
+    _take_in(net.stacks, x)  # from here on x is small
+    start, x = start + x, torch.zeros_like(x)
+    x = _layers_balanced(net, x)
+    into, out = sides(net, x)
     for _ in range(100):
         gradient = torch.where(free, into - out, 0)
         total = torch.where(free, into + out, 1)
         error = float((gradient.abs() / total).max())
-        condition = two_level(total, layer, layer_links(stacks, x, layer))
+        condition = two_level(total, layer, layer_links(net, x))
         # Newton's own next error is of the order error²: digits beyond it, or beyond six a step, would be wasted.
-        product = partial(hessian, stacks, x, total, free)
+        product = partial(hessian, net, x, total, free)
         step = conjugate_gradients(product, -gradient, condition, min(max(error, 1e-6), 0.1))
         # F is a sum of exponentials: a step of at most 1 in log scale keeps Newton's quadratic model honest.
         step = step / step.abs().max().clamp(min=1)
         slope, value, t = float(gradient @ step), float(into.sum()) / 2, 1.0
-        into, out = sides(stacks, x + step)
+        into, out = sides(net, x + step)
         while t > 1e-6 and float(into.sum()) / 2 > value + 1e-4 * t * slope + 1e-14 * value:
             t /= 2
-            into, out = sides(stacks, x + t * step)
+            into, out = sides(net, x + t * step)
         x = x + t * step
         if not error >= goal:  # after one more step: along slow directions x is less exact than its gradient
             break
@@ -133,6 +176,18 @@ def layers(edges: Sequence[Edges], free: Tensor) -> Tensor:
     for k in sorted(range(len(edges)), key=lambda k: -edges[k].first):
         writer[edges[k].head.reshape(-1)] = k + 1
     return torch.where(free, writer, 0).unique(return_inverse=True)[1]
+
+
+def _pairs(edges: Sequence[Edges], layer: Tensor) -> Tensor:
+    """Pairs of layers that edges join, as head · layers + tail, in order."""
+    count, keys = int(layer.max()) + 1, []
+    for e in edges:
+        head, tail = layer[e.head], layer[e.tail]
+        if bool((tail == tail[:, :1]).all()):  # the usual case: one layer is read
+            keys.append((head * count + tail[:, :1]).unique())
+        else:
+            keys.append((head[:, :, None] * count + tail[:, None, :]).unique())
+    return torch.cat(keys).unique()
 
 
 def _stacked(edges: Sequence[Edges], strength: list[Tensor], live: Tensor) -> list[Stack]:
@@ -154,10 +209,11 @@ def _stacked(edges: Sequence[Edges], strength: list[Tensor], live: Tensor) -> li
 def _take_in(stacks: Sequence[Stack], x: Tensor) -> None:
     """a ← a·exp(2(x[head] − x[tail])), in place."""
     for s in stacks:
-        head, tail = (2 * x[s.head])[:, :, None], (2 * x[s.tail])[:, None, :]
+        head, tail = x[s.head][:, :, None], x[s.tail][:, None, :]
         for k in range(0, len(s.strength), 64):  # some matrices at a time: their exponents lie as far apart as scales
             part = slice(k, k + 64)
-            s.strength[part].mul_((head[part] - tail[part]).exp_())
+            factor = (head[part] - tail[part]).exp_()
+            s.strength[part].mul_(factor).mul_(factor)  # its square may be out of range where the product is not
 
 
 def _factors(s: Stack, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,24 +233,26 @@ def _gather(size: int, ids: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor
     return values.new_zeros(size).index_add(0, index, values)
 
 
-def sides(stacks: Sequence[Stack], x: Tensor) -> tuple[Tensor, Tensor]:
+def sides(net: Network, x: Tensor) -> tuple[Tensor, Tensor]:
     """‖incoming‖² and ‖outgoing‖² of every unit, `(n,)` each; either adds up to 2F, ground included."""
-    up, down = [], []
+    up, down, stacks = [], [], net.stacks
     for s in stacks:
         p, q = _factors(s, x)
         up.append(p * _product(s.strength, q))
         down.append(q * _product(s.strength.mT, p))
-    return _gather(len(x), [s.head for s in stacks], up), _gather(len(x), [s.tail for s in stacks], down)
+    ids = [s.head for s in stacks], [s.tail for s in stacks]
+    into, out = net.reduce(torch.stack([_gather(len(x), ids[0], up), _gather(len(x), ids[1], down)]))
+    return into, out
 
 
-def hessian(stacks: Sequence[Stack], x: Tensor, total: Tensor, free: Tensor, d: Tensor) -> Tensor:
+def hessian(net: Network, x: Tensor, total: Tensor, free: Tensor, d: Tensor) -> Tensor:
     """2Σ over the edges at u of E·(d[u] − d[other end]), `(n,)`, 0 where u is not free; `total` = Σ E."""
-    up, down = [], []
+    up, down, stacks = [], [], net.stacks
     for s in stacks:
         p, q = _factors(s, x)
         up.append(p * _product(s.strength, q * d[s.tail][:, :, None]))
         down.append(q * _product(s.strength.mT, p * d[s.head][:, :, None]))
-    sums = _gather(len(d), [s.head for s in stacks] + [s.tail for s in stacks], up + down)
+    sums = net.reduce(_gather(len(d), [s.head for s in stacks] + [s.tail for s in stacks], up + down))
     return torch.where(free, 2 * (total * d - sums), 0)
 
 
@@ -207,10 +265,10 @@ class Links(NamedTuple):
     energy: Tensor
 
 
-def layer_links(stacks: Sequence[Stack], x: Tensor, layer: Tensor) -> Links:
-    count = int(layer.max()) + 1
+def layer_links(net: Network, x: Tensor) -> Links:
+    count, layer = net.layers, net.layer
     keys, parts = [], []
-    for s in stacks:
+    for s in net.stacks:
         p, q = _factors(s, x)
         head, tail = layer[s.head], layer[s.tail]
         if bool((tail == tail[:, :1]).all()):  # the usual case: one layer is read
@@ -219,15 +277,15 @@ def layer_links(stacks: Sequence[Stack], x: Tensor, layer: Tensor) -> Links:
         else:
             keys.append(head[:, :, None] * count + tail[:, None, :])
             parts.append(p * s.strength * q.mT)
-    key, place = torch.cat([k.reshape(-1) for k in keys]).unique(return_inverse=True)
-    energy = _gather(len(key), [place], parts)
-    return Links(count, key // count, key % count, energy)
+    place = torch.searchsorted(net.links, torch.cat([k.reshape(-1) for k in keys]))
+    energy = net.reduce(_gather(len(net.links), [place], parts))
+    return Links(count, net.links // count, net.links % count, energy)
 
 
 # Layers as wholes -----------------------------------------------------------------------------------------------------
 
 
-def _layers_balanced(stacks: Sequence[Stack], x: Tensor, layer: Tensor) -> Tensor:
+def _layers_balanced(net: Network, x: Tensor) -> Tensor:
     """x with each layer scaled as a whole so that the layers are balanced.
 
     Newton's method, here on the logarithms: with E the links between layers,
@@ -237,18 +295,18 @@ def _layers_balanced(stacks: Sequence[Stack], x: Tensor, layer: Tensor) -> Tenso
     In a chain without biases f is linear in y: one step removes factors of any size, where Newton's method on F, a sum
     of exponentials, needs a step for each factor e. It is only a start, and taken only if F falls.
     """
-    count, k, l, energy = layer_links(stacks, x, layer)
+    count, k, l, energy = layer_links(net, x)
     y, every = x.new_zeros(count), torch.arange(count, device=x.device)
     for _ in range(20):
         E = energy * (2 * (y[k] - y[l])).exp()
         into, out = _gather(count, [k], [E]), _gather(count, [l], [E])
-        f = (into / out).log()
+        f = into.log() - out.log()
         if not bool((f[1:].abs() > 1e-2).any()):
             break
         values = torch.cat([torch.full_like(y, 4), -2 * E / into[k], -2 * E / out[l]])
         y[1:] -= _solver(count, torch.cat([every, k, l]), torch.cat([every, l, k]), values)(f[1:])
-    moved = x + y[layer]
-    before, after = (float(sides(stacks, at)[0].sum()) for at in (x, moved))
+    moved = x + y[net.layer]
+    before, after = (float(sides(net, at)[0].sum()) for at in (x, moved))
     return moved if after < before else x
 
 

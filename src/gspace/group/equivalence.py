@@ -1,14 +1,17 @@
 """Are two networks one point of weight space modulo 𝒢? (Theorem 3.3 of the paper, by constructing the scales.)"""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Edges, analyzed, magnitude
+from gspace.analysis import Analysis, Edges, analyzed, magnitude, require_module
 from gspace.devices import on_cpu
 from gspace.group.scaling import Scales, balanced
+from gspace.optim.arguments import number
+from gspace.sharding import weights_of
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,18 @@ def are_equivalent(
             of `model_b`: steps that are the same but for rounding leave weights near 0 with no digit in common. By
             default 1e3 roundings of its dtype, 10 if it has 16 bits.
         absorbed: Also allow scaling of the rows before BatchNorm, which is exact only as ε → 0.
+
+    >>> import copy, gspace
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> found = gspace.are_equivalent(net, gspace.rescale_(copy.deepcopy(net), [2.0, 4.0, 8.0]))
+    >>> bool(found), found.scales.values.round().tolist()
+    (True, [2.0, 4.0, 8.0])
     """
     found = analyzed(model_a, analysis, options)
-    a, b = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model_a, model_b))
+    require_module(model_b)
+    if rtol is not None and not 0 <= number(rtol) < math.inf:
+        raise ValueError(f"rtol must be finite and not negative, got {rtol!r}")
+    a, b = ({**weights_of(m), **dict(m.named_buffers())} for m in (model_a, model_b))
     if a.keys() != b.keys():
         return Equivalence(False, f"only one of the models has {sorted(a.keys() ^ b.keys())[0]!r}")
     for name in a:

@@ -7,6 +7,7 @@ BatchNorm's γ, β and running statistics are scaled along. Units absorbed by a 
 unless asked for: scaling them is exact only as ε → 0.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, analyzed
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales, conjugate_gradients, squares
-from gspace.optim.arguments import require_seen, require_values
+from gspace.optim.arguments import number, require_seen, require_values
+from gspace.sharding import edges_here, local, require, reshard, shared, weights_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +37,13 @@ class Scales:
 
     def __post_init__(self) -> None:
         device = self.values.device if isinstance(self.values, Tensor) else "cpu"
-        values = torch.as_tensor(self.values, dtype=torch.float64, device=device).detach()
+        try:
+            given = torch.as_tensor(self.values, device=device).detach()
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"scales must be real numbers, got {type(self.values).__name__}") from None
+        if given.is_complex() or given.dtype == torch.bool:
+            raise TypeError(f"scales must be real numbers, got {given.dtype}")
+        values = given.double()
         if values.dim() != 1:
             raise ValueError(f"scales must be one value per unit, got a tensor of shape {tuple(values.shape)}")
         bad = ~(values.isfinite() & (values > 0))
@@ -56,13 +64,16 @@ class Scales:
         return Scales(self.values * other.values)
 
     def inverse(self) -> "Scales":
+        """What undoes these."""
         return Scales(1 / self.values)
 
     def log(self) -> Tensor:
+        """Logarithms: products of scales are their sums."""
         return self.values.log()
 
     @staticmethod
     def identity(units: int) -> "Scales":
+        """Factors of 1."""
         return Scales(torch.ones(units, dtype=torch.float64, device="cpu"))
 
 
@@ -75,12 +86,19 @@ def random_scales(
     analysis: Analysis | None = None,
     **options: Any,
 ) -> Scales:
-    """Scales e^N(0, std²), independent for every unit; absorbed units stay at 1 unless `absorbed`."""
+    """Scales e^N(0, std²), independent for every unit; absorbed units stay at 1 unless `absorbed`.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> len(random_scales(net, torch.Generator().manual_seed(0)))
+    3
+    """
     found = analyzed(model, analysis, options)
+    if not 0 <= number(std) < math.inf:
+        raise ValueError(f"std must be finite and not negative, got {std!r}")
     log = std * torch.randn(found.H + found.H_absorbed, generator=generator, dtype=torch.float64, device="cpu")
     if not absorbed:
         log[found.H :] = 0
-    return Scales(log.exp())
+    return Scales(shared(dict(model.named_parameters()), log).exp())
 
 
 def rescale_(
@@ -97,6 +115,12 @@ def rescale_(
     Raises:
         ValueError: Scales that are not positive and finite, of the wrong number, or that would overflow or flush a
             weight to zero in its dtype. Nothing has been touched then.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> x = torch.randn(4, 2)
+    >>> before = net(x)
+    >>> torch.allclose(rescale_(net, [2.0, 0.5, 3.0])(x), before, atol=1e-5)
+    True
     """
     require_values(model)
     found = analyzed(model, analysis, options)
@@ -106,6 +130,9 @@ def rescale_(
         raise ValueError(f"the model has {found.H}{also} units to scale, got {len(scales)} scales")
     log = torch.zeros(1 + found.H + found.H_absorbed, dtype=torch.float64, device="cpu")
     log[1 : 1 + len(scales)] = scales.log()
+    parameters = dict(model.named_parameters())
+    same = bool((shared(parameters, log) == log).all())
+    require(parameters, "" if same else "these are other scales than those of the first rank")
     _apply(model, found, log)
     return model
 
@@ -113,40 +140,44 @@ def rescale_(
 def _apply(model: nn.Module, analysis: Analysis, units: Tensor) -> None:
     """Multiplies by e^(x[head] − x[tail]) what each unit's log-scale x says; a gain 1 + w is multiplied as a whole."""
     require_seen(analysis)
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    parameters, buffers = dict(reshard(model).named_parameters()), dict(model.named_buffers())
     changes: list[tuple[str, Tensor, Tensor, float]] = []
     c = analysis.log_scales(units).exp()
     for e in analysis.edges:
         if bool((c[e.head] != 1).any()) or bool((c[e.tail] != 1).any()):
-            view = e.view(parameters[e.name].detach())
-            factor = c[e.head][:, :, None] / c[e.tail][:, None, :]
+            here = edges_here(e, parameters[e.name])
+            view = here.view(local(parameters[e.name].detach()))
+            factor = c[here.head][:, :, None] / c[here.tail][:, None, :]
             factor = factor.reshape(*factor.shape, *[1] * (view.dim() - 3)).to(view.device)
             changes.append((e.name, view, factor, e.shift))
     for s in analysis.statistics:
         factor = c[s.unit] ** s.power
         if bool((factor != 1).any()):
             changes.append((s.name, buffers[s.name], factor.to(buffers[s.name].device), 0.0))
-    for name, view, factor, shift in changes:
-        limits, before = torch.finfo(view.dtype), (view + shift).abs()
-        after = before * factor
-        if not bool(before.isfinite().all()):
-            raise ValueError(f"{name} holds values that are not finite, which no scale changes")
-        lost = (after < limits.tiny * limits.eps) & (before > 0)
-        # Single weights may lose digits below the normal numbers, but not all of a row.
-        faint = (_row_sizes(after) < limits.tiny) & (_row_sizes(before) >= limits.tiny)
-        if not bool((after <= limits.max).all()) or bool(lost.any()) or bool(faint.any()):
-            low, high = (float(x) for x in after[before > 0].aminmax())
-            raise ValueError(
-                f"these scales take {name} out of the range of {view.dtype} (it would be {low:.3g} to {high:.3g})"
-            )
+    require(parameters, next(filter(None, (_doubt(*change) for change in changes)), ""))
     with torch.no_grad():
         for _, view, factor, shift in changes:
             view.copy_((view + shift) * factor - shift if shift else view * factor)
 
 
+def _doubt(name: str, view: Tensor, factor: Tensor, shift: float) -> str:
+    """What speaks against these factors, or nothing."""
+    limits, before = torch.finfo(view.dtype), (view + shift).abs()
+    after = before * factor
+    if not bool(before.isfinite().all()):
+        return f"{name} holds values that are not finite, which no scale changes"
+    lost = (after < limits.tiny * limits.eps) & (before > 0)
+    # Single weights may lose digits below the normal numbers, but not all of a row.
+    faint = (_row_sizes(after) < limits.tiny) & (_row_sizes(before) >= limits.tiny)
+    if bool((after <= limits.max).all()) and not bool(lost.any()) and not bool(faint.any()):
+        return ""
+    low, high = (float(x) for x in after[before > 0].aminmax())
+    return f"these scales take {name} out of the range of {view.dtype} (it would be {low:.3g} to {high:.3g})"
+
+
 def _row_sizes(view: Tensor) -> Tensor:
     """Largest |w| of each row of a parameter's view that has several entries."""
-    return view.flatten(2).amax(2) if view.dim() > 2 and view[0, 0].numel() > 1 else view.new_empty(0)
+    return view.flatten(2).amax(2) if view.numel() and view.dim() > 2 and view[0, 0].numel() > 1 else view.new_empty(0)
 
 
 def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | None = None, **options: Any) -> Scales:
@@ -154,10 +185,16 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
 
     It is unique where every unit lies on a path of non-zero weights from ground to ground; other units keep their
     scale (`gspace.group.balance`). The function does not change.
+
+    >>> net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
+    >>> net[0].weight.data, net[2].weight.data = torch.tensor([[3.0, 4.0]]), torch.tensor([[20.0]])
+    >>> _ = balance_(net)
+    >>> net[0].weight.norm().item(), net[2].weight.norm().item()  # 5 and 20 before
+    (10.0, 10.0)
     """
     require_values(model)
     found = analyzed(model, analysis, options)
-    log = balanced(found, dict(model.named_parameters()), absorbed)
+    log = balanced(found, weights_of(model), absorbed)
     _apply(model, found, log)
     return Scales(log[1:].exp())
 
@@ -166,7 +203,6 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
 def balanced(found: Analysis, weights: Mapping[str, Tensor], absorbed: bool = True) -> Tensor:
     """Log-scales of ground and units that balance these weights; absorbed units stay at 0 unless `absorbed`."""
     n = 1 + found.H + found.H_absorbed
-    weights = {e.name: weights[e.name].detach() + e.shift if e.shift else weights[e.name] for e in found.edges}
     special = torch.tensor(sorted({u for form in found.forms.values() for u, _ in form}), dtype=torch.long)
     fixed = torch.zeros(n, dtype=torch.bool)
     fixed[special] = True

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 import gspace
 from gspace.analysis.examples import redrawn
+from gspace.lab.cli import argument
+from gspace.lab.display import steps
 from gspace.lab.spec import FORM, load_model, parse_spec
-from gspace.lab.verify import TOLERANCE, Shape, guess, largest_changes, random_inputs
+from gspace.lab.verify import MODES, TOLERANCE, Shape, guess, largest_changes, random_inputs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints
         model, analysis, inputs, generator = analyzed(args)
         if args.verify:
-            changes = largest_changes(model, analysis, redrawn(inputs or guess(model), generator), generator)
+            with steps(2 * len(MODES)) as begin:
+                example = redrawn(inputs or guess(model), generator)
+                changes = largest_changes(model, analysis, example, generator, begin)
     exact = all(change <= TOLERANCE for change in changes.values())
     if args.json:
         verified = {"verify": {**changes, "tolerance": TOLERANCE, "exact": exact}} if args.verify else {}
@@ -69,15 +73,22 @@ def analyzed(args: argparse.Namespace) -> tuple[nn.Module, gspace.Analysis, tupl
     """The model of the command line, its analysis, its inputs if shapes were given, and the seed's generator."""
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
-    model = load_model(parse_spec(args.spec))
-    inputs = random_inputs(model, args.input_shape, generator)
+    with steps(2) as begin:
+        begin(f"build {args.spec}")
+        model = load_model(parse_spec(args.spec))
+        inputs = random_inputs(model, args.input_shape, generator)
+        begin("analyze")
+        analysis = _analysis(model, inputs, args)
+    return model, analysis, inputs, generator
+
+
+def _analysis(model: nn.Module, inputs: tuple[Tensor, ...], args: argparse.Namespace) -> gspace.Analysis:
     try:
-        analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
+        return gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
     except gspace.TraceError as error:
         if inputs or "example_input" not in str(error):
             raise
         raise gspace.TraceError(f"{str(error).rstrip('.')}. On the command line, --input-shape gives one.") from error
-    return model, analysis, inputs, generator
 
 
 def _sentence(units: int, changes: dict[str, float], exact: bool) -> str:
@@ -86,20 +97,14 @@ def _sentence(units: int, changes: dict[str, float], exact: bool) -> str:
     return f"{verdict}: {units} units scaled by e^N(0,1); largest relative change of the output in float64: {found}"
 
 
-def _shape(text: str) -> Shape:
-    sizes, _, below = text.partition(":")
-    try:
-        shape = Shape(tuple(int(size) for size in sizes.split(",")), int(below) if ":" in text else 0)
-    except ValueError:
-        shape = Shape(())
-    if not shape.sizes or min(shape.sizes) < 1 or shape.below < (":" in text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a shape, write positive sizes as in 2,3,32,32, or 2,16:1000 for integers below 1000"
-        )
-    return shape
+def _read_shape(text: str) -> Shape:
+    sizes, colon, below = text.partition(":")
+    return Shape(tuple(map(int, sizes.split(","))), int(below) or -1 if colon else 0)
 
 
-def seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a seed, write an integer from 0 to 2^63 - 1")
-    return int(text)
+_shape = argument(
+    _read_shape,
+    lambda shape: min(shape.sizes) >= 1 and shape.below >= 0,
+    "shape: write positive sizes as in 2,3,32,32, or 2,16:1000 for integers below 1000",
+)
+seed = argument(int, lambda value: 0 <= value < 2**63, "seed: write an integer from 0 to 2^63 - 1")

@@ -1,26 +1,36 @@
-"""Records small enough to commit: all that a report needs of a run, and no weights.
+"""Records small enough to commit: all that a report needs of a run, and no weights. One JSON line each:
 
     {"recipe": {fields not at their default}, "sessions": [...], "summary": {...}, "curve": {"iteration": [...], ...}}
 
-with a digest. A record is a JSON file of its own or a line of a JSON-lines file. `test_error` is that of held-out
-training images where the recipe has a `validation`. Curves are thinned: the lowest error of a run may lie between two
-points. A report reads run folders and such files alike.
+with a digest. `gspace report RUNS --export FOLDER` collects finished runs there, in a file per experiment, and a report
+reads such files and run folders alike. `test_error` is that of held-out training images where the recipe has a
+`validation`. Curves are thinned: the lowest error of a run may lie between two points.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspace.lab.cells import Scores
 from gspace.lab.errors import RecordError, reason
-from gspace.lab.experiment import Scores
 from gspace.lab.recipe import DEFAULTS, Recipe
 from gspace.lab.record import METRICS, RECIPE, Record, make_folder, read_run, write_atomic
-from gspace.lab.schema import COLUMNS, Line, check_curve, check_end, check_summary, parsed, sealed, unsealed
+from gspace.lab.schema import (
+    COLUMNS,
+    Line,
+    check_curve,
+    check_end,
+    check_sessions,
+    check_summary,
+    parsed,
+    sealed,
+    unsealed,
+)
 
 POINTS, GRID_POINTS = 100, 10  # most points of a curve, and of one that only helps to choose a setting
 DIGITS = 5  # significant digits of what was measured
-LINES = ".jsonl"
+OLD = "*-seed*-????????????.json"
 ENTRIES = {"recipe", "sessions", "summary", "curve"}
 
 
@@ -30,37 +40,20 @@ def short_recipe(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in recipe.to_dict().items() if value != usual[name]}
 
 
-def to_json(record: Record) -> str:
-    """A record as the text of its file: one line per entry, the curve by columns."""
-    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in _content(record).items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _content(record: Record) -> Line:
+def to_line(record: Record) -> str:
+    """A record as the text of its line, curve by columns."""
+    curve = thinned(record.metrics, GRID_POINTS if record.recipe.validation else POINTS)
     content = {
         "recipe": short_recipe(record.recipe),
         "sessions": [_rounded(session) for session in record.sessions],
         "summary": record.summary and _rounded(record.summary),
-        "curve": _columns(thinned(record.metrics, GRID_POINTS if record.recipe.validation else POINTS)),
+        "curve": {name: [_round(line[name]) for line in curve] for name in COLUMNS},
     }
-    return sealed(content, record.recipe.identity)
+    return json.dumps(sealed(content, record.recipe.identity), ensure_ascii=False) + "\n"
 
 
-def from_json(path: Path) -> Record:
-    """The record in a file that `to_json` wrote; its name is the run's."""
-    record = _record(_bytes(path), path, str(path))
-    if record.recipe.folder != path.stem:
-        raise RecordError(f"{path} is no record of a run: its recipe is that of {record.recipe.folder}")
-    return record
-
-
-def from_json_lines(path: Path) -> list[Record]:
-    """The records in a file with one on each line."""
-    lines = _bytes(path).splitlines()
-    return [_record(line, path, f"{path}, line {k}") for k, line in enumerate(lines, 1)]
-
-
-def _record(text: bytes, path: Path, where: str) -> Record:
+def from_line(text: bytes, path: Path, where: str) -> Record:
+    """The record in a line that `to_line` wrote."""
     try:
         content = parsed(text)
         recipe = Recipe.from_dict(content["recipe"])
@@ -69,40 +62,41 @@ def _record(text: bytes, path: Path, where: str) -> Record:
             raise ValueError(f"{min(content.keys() - ENTRIES)!r} is no entry of a record")
         columns, summary = content["curve"], content["summary"]
         points = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        if summary is not None:
-            check_summary(summary, recipe)
-        check_end(summary, check_curve(points))
-        return Record(path, recipe, tuple(map(dict, content["sessions"])), tuple(points), summary)
+        check_end(check_summary(summary, recipe), check_curve(points))
+        return Record(path, recipe, check_sessions(content["sessions"]), tuple(points), summary)
     except KeyError as error:
         raise RecordError(f"{where} is no record of a run: it has no {error}") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise RecordError(f"{where} is no record of a run: {reason(error)}") from error
 
 
-def _bytes(path: Path) -> bytes:
+def from_lines(path: Path) -> list[Record]:
+    """The records of a file, one on each line."""
     try:
-        return path.read_bytes()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror or error}") from error
+    return [from_line(line, path, f"{path}, line {k}") for k, line in enumerate(lines, 1)]
 
 
-def export(records: Iterable[Record], out: Path) -> list[Path]:
-    """Writes the finished ones below `out`, each to its file, or to `out` if that is a .jsonl file; returns the files.
+def collect(records: Iterable[Record], out: Path, home: Callable[[Recipe], str]) -> dict[Path, int]:
+    """Adds finished runs to the files below `out`, each to the one that `home` names; returns how many went where.
 
-    Records that the .jsonl file has of other runs stay in it.
+    A run that is recorded there stays as it is, and where it is.
     """
-    finished = [record for record in records if record.summary is not None]
-    if out.suffix != LINES:
-        make_folder(out)
-        texts = {out / f"{record.recipe.folder}.json": to_json(record) for record in finished}
-    else:
-        make_folder(out.parent)
-        known = {record.recipe: record for record in (*(from_json_lines(out) if out.exists() else ()), *finished)}
-        ordered = sorted(known.values(), key=lambda record: record.recipe.folder)
-        texts = {out: "".join(json.dumps(_content(record), ensure_ascii=False) + "\n" for record in ordered)}
-    for path, text in texts.items():
-        write_atomic(path, text.encode())
-    return list(texts)
+    make_folder(out)
+    there = {path: {record.recipe: record for record in from_lines(path)} for path in sorted(out.glob("*.jsonl"))}
+    known = {recipe for some in there.values() for recipe in some}
+    added: dict[Path, int] = {}
+    for record in records:
+        if record.summary is not None and record.recipe not in known:
+            path = out / f"{home(record.recipe)}.jsonl"
+            there.setdefault(path, {})[record.recipe] = record
+            added[path] = added.get(path, 0) + 1
+    for path in added:
+        ordered = sorted(there[path].values(), key=lambda record: record.recipe.folder)
+        write_atomic(path, "".join(map(to_line, ordered)).encode())
+    return added
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
@@ -117,13 +111,11 @@ def _each(paths: Sequence[Path]) -> Iterator[Record]:
     for root in paths:
         if not root.exists():
             raise RecordError(f"{root} does not exist")
-        if root.is_file():
-            yield from from_json_lines(root) if root.suffix == LINES else [from_json(root)]
-            continue
+        for path in root.rglob(OLD):
+            raise RecordError(f"{path} is a record of gspace 0.1, without a digest: now they are lines of .jsonl files")
         yield from (read_run(path.parent) for path in sorted(root.rglob(RECIPE)))
-        yield from (from_json(path) for path in sorted(root.rglob("*-seed*-????????????.json")))
-        for path in sorted(root.rglob(f"*{LINES}")):
-            yield from from_json_lines(path) if path.name != METRICS else ()
+        for path in [root] if root.is_file() else sorted(root.rglob("*.jsonl")):
+            yield from from_lines(path) if path.name != METRICS else ()
 
 
 def scores_of(records: Sequence[Record]) -> Scores:
@@ -142,10 +134,6 @@ def thinned(metrics: Sequence[Line], points: int) -> Sequence[Line]:
     """At most so many points, evenly, the last one kept."""
     step = -(-len(metrics) // points)
     return metrics[::-1][:: max(1, step)][::-1]
-
-
-def _columns(metrics: Sequence[Line]) -> dict[str, list[Any]]:
-    return {name: [_round(line[name]) for line in metrics] for name in COLUMNS}
 
 
 def _rounded(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from gspace.lab.experiment import Cell, Experiment, Method, Scores, best, seeds
+from gspace.lab.cells import Cell, Experiment, Method, Scores, best, seeds
 from gspace.lab.recipe import Recipe
 from gspace.lab.settings import FROM_SKELETON, G_SGD, SGD, TABLE_1, cifar, held_out
 

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -23,7 +22,6 @@ class BenchError(LabError):
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="a benchmark; without it, they are listed")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="passed on to the benchmark, for example --help")
-    parser.add_argument("--json", action="store_true", help="list them as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if not there:
         raise BenchError(f"no benchmarks in {FOLDER}: they come with the source, not with the installed package")
     if args.name is None:
-        print(json.dumps(there, indent=1) if args.json else "\n".join(f"{n:16}{what}" for n, what in there.items()))
+        print("\n".join(f"{name:16}{what}" for name, what in there.items()))
         return 0
     name = check_name("benchmark", args.name, there)
     before = sys.argv, sys.path

@@ -7,8 +7,8 @@ from fractions import Fraction
 from statistics import fmean
 
 from gspace.lab.archive import scores_of
+from gspace.lab.cells import Experiment, Variant, data_label
 from gspace.lab.document import Table
-from gspace.lab.experiment import Experiment, Variant, data_label
 from gspace.lab.tabulate import MEASURES, Found, gaps, mean_std
 
 LEVEL = 0.05  # of a paired t-test, two-sided, not corrected for the number of comparisons

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from gspace.lab.data import SETS
 from gspace.lab.learners import code_key
 from gspace.lab.models import build_model
-from gspace.lab.queue import batches
 from gspace.lab.recipe import Recipe
-from gspace.lab.schedule import evaluation_interval, total_iterations
+from gspace.lab.schedule import evaluation_interval, images_of, total_iterations
 from gspace.lab.stacked import stackable
+from gspace.lab.sweep import batches
 from gspace.lab.transform import input_shape
 
 
@@ -46,34 +47,22 @@ CPU = Machine("two CPU cores", {"bf16": 2e10, "tf32": 6e10, "float32": 6e10, "fl
 
 
 def estimate(recipes: Sequence[Recipe], machine: Machine, stack: int = 16) -> float:
-    """Seconds to run them one after the other, MLPs stacked."""
+    """Seconds to run them one after the other, MLPs stacked; compiled when the network is another than before."""
     groups = list(batches(recipes, stack))
-    return sum(_seconds(members, machine) for members in groups) + _compilation(groups, machine)
-
-
-def _compilation(groups: Sequence[Sequence[Recipe]], machine: Machine) -> float:
-    """Each time that the network to compile is another one than before."""
-    singles = [members[0] for members in groups if not stackable(members[0])]
-    changes = [next(same) for _, same in groupby(singles, key=code_key)]
-    return sum(network_cost(recipe)[1] * machine.compile_seconds for recipe in changes)
+    alone = [members[0] for members in groups if not stackable(members[0])]
+    layers = sum(network_cost(next(same))[1] for _, same in groupby(alone, key=code_key))
+    return sum(_seconds(members, machine) for members in groups) + layers * machine.compile_seconds
 
 
 def _seconds(members: Sequence[Recipe], machine: Machine) -> float:
     recipe, count = members[0], len(members)
-    images = images_of(recipe)
-    total = total_iterations(recipe, images)
+    total = total_iterations(recipe, images_of(recipe))
     flops, layers = network_cost(recipe)
     rate = machine.flops[recipe.precision]
     step = max(3 * flops * recipe.batch_size * count / rate, layers * machine.layer_seconds)
     tested = recipe.test_size or recipe.validation or SETS[recipe.data].test
     points = total // evaluation_interval(recipe, total)
     return machine.start_seconds + total * step + points * tested * count * flops / rate
-
-
-def images_of(recipe: Recipe) -> int:
-    """Training images of a run."""
-    there = SETS[recipe.data].train - recipe.validation
-    return min(recipe.train_size or there, there)
 
 
 def network_cost(recipe: Recipe) -> tuple[int, int]:
@@ -86,25 +75,12 @@ def network_cost(recipe: Recipe) -> tuple[int, int]:
 def _network_cost(
     name: str, shape: tuple[int, int, int], classes: int, hidden: tuple[int, ...], width: int
 ) -> tuple[int, int]:
-    """Multiplications and additions of convolutions and linear layers, counted on a model without memory."""
-    with torch.device("meta"):
-        model = build_model(name, shape, classes, hidden=hidden, width=width)
-        image = torch.empty(1, *shape)
-    counts: list[int] = []
-
-    def count(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        weight = layer.get_parameter("weight")
-        counts.append(2 * weight.numel() * output[0, 0].numel())
-
-    for module in list(model.modules()):
-        for child_name, child in module.named_children():
-            if isinstance(child, nn.BatchNorm2d):  # slow without memory, and next to nothing to compute
-                setattr(module, child_name, nn.Identity())
-            elif isinstance(child, nn.Conv2d | nn.Linear):
-                child.register_forward_hook(count)
-    with torch.no_grad():
-        model(image)
-    return sum(counts), len(counts)
+    """Counted on a model without memory."""
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model = build_model(name, shape, classes, hidden=hidden, width=width).eval()
+        model(torch.empty(1, *shape))
+    layers = sum(isinstance(module, nn.Conv2d | nn.Linear) for module in model.modules())
+    return counter.get_total_flops(), layers
 
 
 def duration(seconds: float) -> str:

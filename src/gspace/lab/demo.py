@@ -5,40 +5,48 @@ Path-SGD and by the controls, each with the same rate, batches and seeds.
 """
 
 import argparse
+import copy
+import io
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as Grid
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import gspace
 from gspace.lab.archive import read_records
+from gspace.lab.cells import Cell, Experiment, Scores, Variant, jobs, seeds
 from gspace.lab.data import load
-from gspace.lab.display import board
+from gspace.lab.display import display, steps
+from gspace.lab.document import Panel, Section, Series, Table
 from gspace.lab.engine import Engine
-from gspace.lab.experiment import Cell, Experiment, Scores, Variant, jobs, seeds
 from gspace.lab.learners import initial_model
 from gspace.lab.optimizers import build_optimizer
-from gspace.lab.queue import Tally, conclude, run_queue
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import SUMMARY, make_folder
+from gspace.lab.record import make_folder
 from gspace.lab.report import assemble, publish
 from gspace.lab.settings import CONTROLS, G_SGD, PATH_SGD, SGD
 from gspace.lab.stopping import stop_requests
+from gspace.lab.sweep import finished, run_all
 from gspace.lab.tabulate import MEASURES, Found, outcome, write
 from gspace.lab.train import Session
 from gspace.lab.transform import Feed, epoch_rows, feed
 from gspace.lab.verify import largest_changes
-from gspace.measure.diagnostics import invariance_gap
 
 MLP = Recipe(data="digits", model="mlp", hidden=(32, 32), lr=0.1, batch_size=32, epochs=15.0, eval_every=44)
 CNN = MLP.but(model="cnn", width=8, epochs=5.0, eval_every=22)
 NETWORKS = {"MLP [64 : 32 : 32 : 10]": (MLP, 5), "CNN [8 : 16 : 16 channels]": (CNN, 3)}
 METHODS = (SGD, G_SGD, PATH_SGD, *CONTROLS)
-STEPS = 20  # of the two copies of a network
+TWINS = (SGD, PATH_SGD, G_SGD)
+STEPS = 44  # of the two copies of a network: an epoch
+CLAIM = "**SGD trains a network and its rescaled copy to two results; G-SGD trains both to one.**"
 
 
 def _cells(quick: bool, scores: Scores) -> Iterator[Cell]:
@@ -62,91 +70,111 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows, trains, reports; 1 if a run failed, 4 if one is held by another process."""
+    """Shows, trains, reports; 1 if a run failed."""
     runs = args.out / "runs"
     make_folder(runs)
     torch.set_num_threads(1)  # networks this small gain nothing from a second thread, and wait for it on a busy machine
     console = Console(file=sys.stdout, highlight=False)
-    source = feed(load("digits"), "standard", "none")
-    console.print(symmetries(source))
-    console.print(gaps(source))
-    cells = Variant().cells(DEMO, lambda recipe: None)
-    tally = Tally()
-    if all((runs / recipe.folder / SUMMARY).exists() for recipe in jobs(cells)):
+    opening = headline(feed(load("digits"), "standard", "none"))
+    for table in opening[1].tables:
+        console.print(grid(table))
+    cells, failed = Variant().cells(DEMO, lambda recipe: None), 0
+    if all(finished(runs, recipe) for recipe in jobs(cells)):
         console.print(f"Trained before: delete {args.out} to see it again.", soft_wrap=True)
     else:
-        with stop_requests() as stop, board(cells, console) as shown:
-            session = Session(engine=Engine(device="cpu"), watch=shown.watch, stop=stop)
-            tally = run_queue(jobs(cells), runs, session)
+        shown = display(len(jobs(cells)), quiet=not console.is_terminal)
+        told = redirect_stdout(io.StringIO()) if console.is_terminal else nullcontext()  # a log keeps a line per run
+        with stop_requests() as stop, shown as watch, told:
+            failed = run_all(jobs(cells), runs, Session(engine=Engine(device="cpu"), watch=watch, stop=stop))
     records = read_records([runs])
-    console.print(results(cells, {record.recipe: record for record in records}))
-    written = publish(assemble(records, [DEMO], DEMO.command), args.out / "report")
+    console.print(grid(results(cells, {record.recipe: record for record in records})))
+    report = assemble(records, [DEMO], DEMO.command)
+    (last,) = report.sections
+    sections = (*opening, replace(last, text=(*last.text, *report.text)))
+    written = publish(replace(report, title="gspace demo", text=(), sections=sections), args.out / "report")
     console.print("\n".join(str(path) for path in written), soft_wrap=True)
-    return conclude(tally)
+    return 1 if failed else 0
 
 
 def results(cells: Sequence[Cell], found: Found) -> Table:
     """Methods against networks: test error and training loss."""
     measures = [MEASURES[key] for key in DEMO.measures]
-    rows = [
-        (
-            f"{method.label} (control)" if method.control else method.label,
-            *(
-                write(outcome(cell.recipes, found, measure), measure)
-                for cell in cells
-                if cell.method == method
-                for measure in measures
-            ),
-        )
-        for method in METHODS
-    ]
-    head = ["", *(f"{name.split()[0]}: {measure.label}" for name in NETWORKS for measure in measures)]
-    return _grid("3. Trained at one rate, 0.1: mean ± standard deviation (seeds)", head, rows)
+
+    def row(method: str) -> tuple[str, ...]:
+        own = [cell for cell in cells if cell.method.label == method]
+        texts = ((cell, write(outcome(cell.recipes, found, one), one)) for cell in own for one in measures)
+        return (method, *(text.removesuffix(f" ({len(cell.recipes)})") for cell, text in texts))
+
+    kinds = ((name.split()[0], count, one) for name, (_, count) in NETWORKS.items() for one in measures)
+    head = ("", *(f"{name}, n = {count}:\n{one.label}" for name, count, one in kinds))
+    title = "Trained at one rate, 0.1: mean ± standard deviation over n seeds"
+    return Table(title, head, tuple(row(method.label) for method in METHODS))
 
 
-def batches(source: Feed, recipe: Recipe, count: int) -> list[tuple[Tensor, Tensor]]:
-    """The first batches of a run, in float64."""
-    rows = epoch_rows(recipe.seed, 0, len(source.labels), recipe.batch_size, source.augment)[:count]
-    return [(x.double(), y) for x, y in map(source.batch, rows)]
+def headline(source: Feed) -> tuple[Section, Section]:
+    """The same network twice, with every unit of the copy rescaled: two functions that are one, trained."""
+    facts, apart, drawn = [], [], []
+    with steps(len(NETWORKS) * (1 + len(TWINS))) as begin:
+        for name, (recipe, _) in NETWORKS.items():
+            begin(f"analyze {name}")
+            model = initial_model(recipe, source).double()
+            analysis, batches = gspace.analyze(model), list(first_batches(source, recipe, STEPS))
+            moved = largest_changes(model, analysis, (batches[0][0],), torch.Generator().manual_seed(0))
+            ratio = f"{analysis.invariant_ratio:.4f}"
+            facts.append((name, str(analysis.m), str(analysis.H), ratio, f"{max(moved.values()):.0e}"))
+            scales = gspace.random_scales(model, torch.Generator().manual_seed(0), analysis=analysis)
+            starts = (model, gspace.rescale_(copy.deepcopy(model), scales, analysis=analysis))
+            found = {}
+            for method in TWINS:
+                begin(f"train {name} twice by {method.label}")
+                chosen = recipe.but(optimizer=method.fields["optimizer"])
+                found[method] = [trained(start, chosen, batches) for start in starts]
+            gaps = (max(abs(a - b) / a for a, b in zip(*pair, strict=True)) for pair in found.values())
+            apart.append((name, *(f"{gap:.0e}" for gap in gaps)))
+            drawn += [Panel(f"{m.label}, {name}", "step", "training loss", _curves(found[m])) for m in (SGD, G_SGD)]
+    scaled = ("network", "weights m", "units H", "H/m", "output moves by")
+    title = f"Trained for {STEPS} steps: largest relative gap between the losses of the two"
+    text = "The copy computes the same function with other weights: every hidden unit is rescaled by e^N(0, 1)."
+    tables = Table("Rescaled", scaled, tuple(facts)), Table(title, ("network", *(m.label for m in TWINS)), tuple(apart))
+    return (
+        Section("headline", "One network, written twice", "", (CLAIM, text), (), tuple(drawn)),
+        Section("twins", "The same in numbers", "", (), tables),
+    )
 
 
-def symmetries(source: Feed) -> Table:
-    """Every hidden unit has a scale that the function does not see."""
-    rows = []
-    for name, (recipe, _) in NETWORKS.items():
-        model = initial_model(recipe, source)
-        found = gspace.analyze(model)
-        ((x, _),) = batches(source, recipe, 1)
-        changes = largest_changes(model, found, (x,), torch.Generator().manual_seed(0))
-        rows.append((name, str(found.m), str(found.H), f"{found.invariant_ratio:.4f}", f"{max(changes.values()):.0e}"))
-    head = ("network", "weights m", "units H", "H/m", "output moves by")
-    return _grid("1. Every unit rescaled by a random factor e^N(0, 1)", head, rows)
+def trained(start: nn.Module, recipe: Recipe, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """Loss of each batch, before the step on it."""
+    model, losses = copy.deepcopy(start), []
+    optimizer = build_optimizer(model, recipe, recipe.lr, torch.zeros_like(batches[0][0][:1]))
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
 
 
-def gaps(source: Feed) -> Table:
-    """The same function, written with two sets of weights, after some steps of each optimizer."""
-    rows = []
-    for name, (recipe, _) in NETWORKS.items():
-        model = initial_model(recipe, source).double()
-        row = [name]
-        for method in (SGD, PATH_SGD, G_SGD):
-            chosen = recipe.but(optimizer=method.fields["optimizer"])
-
-            def optimizer(model: nn.Module, chosen: Recipe = chosen) -> torch.optim.Optimizer:
-                return build_optimizer(model, chosen, chosen.lr, torch.zeros(1, *source.shape, dtype=torch.float64))
-
-            data = batches(source, recipe, STEPS)
-            gap = invariance_gap(optimizer, model, data, generator=torch.Generator().manual_seed(0))
-            row.append(f"{gap.final:.0e}")
-        rows.append(tuple(row))
-    head = ("network", *(method.label for method in (SGD, PATH_SGD, G_SGD)))
-    return _grid(f"2. A network and its rescaled twin after {STEPS} steps: how far their outputs are apart", head, rows)
+def _curves(pair: Sequence[Sequence[float]]) -> tuple[Series, ...]:
+    """The second can be seen on the first."""
+    x = tuple(map(float, range(len(pair[0]))))
+    one, other = map(tuple, pair)
+    copy = Series("rescaled copy", x, other, other, other, control=True, hue=1, width=1.5)
+    return Series("network", x, one, one, one, hue=5, width=5.0), copy
 
 
-def _grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for k, name in enumerate(head):
-        table.add_column(name, justify="left" if k == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def first_batches(source: Feed, recipe: Recipe, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Those of a run, in float64."""
+    for rows in epoch_rows(recipe.seed, 0, len(source.labels), recipe.batch_size, source.augment)[:count]:
+        x, y = source.batch(rows)
+        yield x.double(), y
+
+
+def grid(table: Table) -> Grid:
+    """For the terminal."""
+    made = Grid(title=table.title, title_justify="left", title_style="bold", box=SIMPLE)
+    for k, name in enumerate(table.head):
+        made.add_column(name, justify="right" if k else "left", no_wrap=k > 0)
+    for row in table.rows:
+        made.add_row(*row)
+    return made

@@ -1,188 +1,108 @@
-"""What a person sees while runs are training: bars on a terminal, lines in a log.
+"""What a person sees while something takes long: bars on a terminal, lines in a log. Bars need rich; nothing else does.
 
-`display` serves a queue of any length: a bar for all runs and the numbers of the one in progress. `board` shows a few
-cells at once, each with its own line.
+A bar stands on standard error and goes when it has done its work, so what is written to standard output stays clean.
 """
 
-import io
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from statistics import fmean
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
 
-from gspace.lab import queue
-from gspace.lab.experiment import Cell, data_label
-from gspace.lab.loop import Progress as Told
-from gspace.lab.recipe import Recipe
-
-SPARKS = "▁▂▃▄▅▆▇█"
+    from gspace.lab.loop import Progress, Watch
+    from gspace.lab.recipe import Recipe
 
 
-class Display(Protocol):
-    """Told of progress."""
-
-    def watch(self, told: Told) -> None: ...
-    def download(self, name: str, done: int, total: int | None) -> None: ...
+def bars(*columns: Any) -> "Bars | None":
+    """What draws bars, each with a text behind it; None where nobody would see them, or without rich."""
+    if not (sys.stderr.isatty() or os.environ.get("FORCE_COLOR")):
+        return None
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+    except ImportError:
+        return None
+    texts = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[note]}")
+    to_screen = sys.stdout.isatty()  # else results go to a file
+    return Progress(*texts, *columns, console=Console(stderr=True), transient=True, redirect_stdout=to_screen)
 
 
 @contextmanager
-def display(total: int, *, quiet: bool = False) -> Iterator[Display]:
-    """Bars if standard error is a terminal, else lines on standard output; with `quiet`, nothing."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield Lines(quiet)
+def display(total: int, *, quiet: bool = False) -> "Iterator[Watch | None]":
+    """A bar for all runs and one for that in progress, or lines on standard output; with `quiet`, nothing."""
+    shown = None if quiet else bars()
+    if shown is None:
+        yield None if quiet else show
         return
-    bars = Bars(total)
-    to_screen = sys.stdout.isatty()  # else results go to a file
-    with Live(bars.body, console=console, refresh_per_second=8, transient=True, redirect_stdout=to_screen):
-        yield bars
+    with shown:
+        everything, now = (shown.add_task(name, total=total, note="") for name in ("all", ""))
+        parts: dict[tuple[Recipe, ...], float] = {}
+
+        def watch(told: "Progress") -> None:
+            parts[told.recipes] = len(told.recipes) * told.iteration / told.total
+            done = sum(parts.values())
+            shown.update(everything, completed=done, note=f"{done:.1f}/{total} runs")
+            note = f"{told.seconds_left:.0f} s left, loss {told.loss[0]:.4f}, {told.images_per_second:,.0f} images/s"
+            name = describe(told.recipes)
+            shown.update(now, description=name, completed=told.iteration, total=told.total, note=note)
+
+        yield watch
 
 
-class Lines:
-    """A line per point of the curve, and per tenth of a download."""
-
-    def __init__(self, quiet: bool) -> None:
-        self.quiet = quiet
-        self.tenths: dict[str, int] = {}
-
-    def watch(self, told: Told) -> None:
-        if not self.quiet:
-            queue.show(told)
-
-    def download(self, name: str, done: int, total: int | None) -> None:
-        tenth = 10 * done // total if total else 0
-        if not self.quiet and self.tenths.get(name) != tenth:
-            self.tenths[name] = tenth
-            print(f"{name}: {done / 1e6:.0f} MB" + (f" of {total / 1e6:.0f}" if total else ""), flush=True)
-
-
-class Bars:
-    """A bar for all runs, one for the run in progress, its numbers and the shape of its curve."""
-
-    def __init__(self, total: int) -> None:
-        text = TextColumn("{task.description}")
-        self.runs = Progress(text, BarColumn(), TextColumn("{task.completed:.1f}/{task.total:.0f} runs"))
-        self.steps = Progress(text, BarColumn(), TextColumn("{task.fields[left]}"))
-        self.files = Progress(text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        self.table = Table.grid(padding=(0, 2))
-        self.body = Group(self.files, self.runs, self.steps, self.table)
-        self.all = self.runs.add_task("all", total=total)
-        self.now: TaskID | None = None
-        self.parts: dict[tuple[Recipe, ...], float] = {}
-        self.curves: dict[tuple[Recipe, ...], list[float]] = {}
-        self.downloads: dict[str, TaskID] = {}
-
-    def watch(self, told: Told) -> None:
-        self.parts[told.recipes] = len(told.recipes) * told.iteration / told.total
-        self.runs.update(self.all, completed=sum(self.parts.values()))
-        if self.now is None:
-            self.now = self.steps.add_task("", total=told.total, left="")
-        left = f"{told.iteration:,}/{told.total:,} iterations, {_clock(told.seconds_left)} left"
-        name = describe(told.recipes)
-        self.steps.update(self.now, description=name, completed=told.iteration, total=told.total, left=left)
-        curve = self.curves.setdefault(told.recipes, [])
-        if told.lines:
-            curve += [line["test_error"] for line in told.lines[:1] if line is not None]
-        self.body.renderables[-1] = _numbers(told, curve)
-
-    def download(self, name: str, done: int, total: int | None) -> None:
-        if name not in self.downloads:
-            self.downloads[name] = self.files.add_task(name, total=total)
-        self.files.update(self.downloads[name], completed=done, total=total)
-
-
-def describe(recipes: tuple[Recipe, ...]) -> str:
+def describe(recipes: "tuple[Recipe, ...]") -> str:
     """What is being trained, in a few words."""
     first = recipes[0]
     many = f"{len(recipes)} at once" if len(recipes) > 1 else f"seed {first.seed}"
-    shape = f"{first.model} {'×'.join(map(str, first.hidden))}" if first.model == "mlp" else first.model
-    return f"{data_label(first)}, {shape}, {first.optimizer}, lr {first.lr:g}, {many}"
+    return f"{first.data}, {first.model}, {first.optimizer}, {many}"
 
 
-def sparkline(values: list[float], width: int = 40) -> str:
-    """The shape of a curve in one line of text.
-
-    >>> sparkline([3, 2, 1, 1])
-    '█▅▁▁'
-    """
-    shown = values[-width:]
-    low, high = min(shown, default=0.0), max(shown, default=0.0)
-    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARKS[round((value - low) * scale)] for value in shown)
-
-
-def _numbers(told: Told, curve: list[float]) -> Table:
-    loss, error = told.loss[0], told.error[0]
-    table = Table.grid(padding=(0, 2))
-    test = f"test error {100 * curve[-1]:.2f} %  {sparkline(curve)}" if curve else ""
-    table.add_row(f"loss {loss:.4f}", f"error {100 * error:.2f} %", f"{told.images_per_second:,.0f} images/s", test)
-    return table
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def show(told: "Progress") -> None:
+    """One line per point of the curve, for a log."""
+    if any(told.lines):
+        error = " ".join("-" if line is None else f"{100 * line['test_error']:.2f}" for line in told.lines)
+        loss = " ".join(f"{value:.4f}" for value in told.loss)
+        what = "validation" if told.recipes[0].validation else "test"
+        where = f"  {told.recipes[0].folder} {told.iteration}/{told.total} loss {loss} {what} error % {error}"
+        print(f"{where} {told.images_per_second:.0f} images/s {told.seconds_left:.0f} s left", flush=True)
 
 
 @contextmanager
-def board(cells: Sequence[Cell], console: Console) -> Iterator[Display]:
-    """A line per cell that moves while it trains, in place of what is printed meanwhile; a log keeps the latter."""
-    if not console.is_terminal:
-        yield Lines(quiet=True)
-        return
-    shown = Board(cells)
-    with Live(shown, console=console, refresh_per_second=8, redirect_stdout=False), redirect_stdout(io.StringIO()):
-        yield shown
+def steps(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar of so many steps; is told what comes next."""
+    shown = bars()
+    with shown or nullcontext():
+        task = shown.add_task("", total=total, note="") if shown else None
+
+        def begin(name: str) -> None:
+            if shown is not None and task is not None:
+                shown.update(task, description=name, advance=1)
+
+        yield begin
 
 
-class Board:
-    """The cells of a table while they train: how far, training loss, test error and the shape of its curve."""
+class DownloadBar:
+    """The progress bar that pooch moves on; a line in a log."""
 
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        self.cells = cells
-        self.cell_of = {recipe: cell for cell in cells for recipe in cell.recipes}
-        self.parts: dict[Recipe, float] = {}
-        self.last: dict[Cell, tuple[float, float]] = {}
-        self.curves: dict[Cell, list[float]] = {}  # of the run in progress
+    def __init__(self, name: str) -> None:
+        self.total = 0
+        self.shown = bars()
+        if self.shown is None:
+            print(f"downloading {name}", file=sys.stderr, flush=True)
+            return
+        self.shown.start()
+        self.task = self.shown.add_task(name, note="")
 
-    def watch(self, told: Told) -> None:
-        cell = self.cell_of[told.recipes[0]]
-        if told.recipes[0] not in self.parts:
-            self.curves[cell] = []
-        self.parts |= dict.fromkeys(told.recipes, told.iteration / told.total)
-        self.last[cell] = (fmean(told.loss), told.images_per_second)
-        errors = [line["test_error"] for line in told.lines if line is not None]
-        if errors:
-            self.curves[cell].append(fmean(errors))
+    def update(self, count: int) -> None:
+        if self.shown is not None:
+            self.shown.update(self.task, total=self.total or None, advance=count, note=f"{self.total / 1e6:.0f} MB")
 
-    def download(self, name: str, done: int, total: int | None) -> None: ...
+    def reset(self) -> None:
+        if self.shown is not None:
+            self.shown.reset(self.task)
 
-    def __rich__(self) -> Table:
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for name in ("", "", "loss", "test error %", "images/s", ""):
-            table.add_column(name, justify="left" if not name else "right")
-        above = ""
-        for cell in self.cells:
-            if cell.row != above:
-                table.add_row(f"[bold]{cell.row}[/bold]")
-                above = cell.row
-            table.add_row(*self._line(cell))
-        return table
-
-    def _line(self, cell: Cell) -> tuple[RenderableType, ...]:
-        done = sum(self.parts.get(recipe, 0.0) for recipe in cell.recipes) / len(cell.recipes)
-        bar = ProgressBar(total=1.0, completed=done, width=20)
-        if cell not in self.last:
-            return (cell.method.label, bar)
-        loss, speed = self.last[cell]
-        curve = self.curves.get(cell, [])
-        error = f"{100 * curve[-1]:.2f}" if curve else ""
-        return (cell.method.label, bar, f"{loss:.4f}", error, f"{speed:,.0f}", sparkline(curve, 24))
+    def close(self) -> None:
+        if self.shown is not None:
+            self.shown.stop()

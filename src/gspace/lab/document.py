@@ -32,6 +32,7 @@ class Series:
     Attributes:
         control: Drawn dashed.
         hue: Which colour, the same for a method wherever it is drawn.
+        width: Of the line, where another may lie on it.
     """
 
     label: str
@@ -41,6 +42,7 @@ class Series:
     high: tuple[float, ...]
     control: bool = False
     hue: int = 0
+    width: float = 1.3
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Section:
 
     Attributes:
         name: File name of its figure.
-        command: What runs it.
+        command: What runs it, if that is to be said.
     """
 
     name: str
@@ -99,12 +101,13 @@ def markdown(document: Document, figures: str) -> str:
     for table in document.summary:
         lines += [f"## {table.title}", "", *_paragraphs(filter(None, [table.note])), *_table(table), ""]
     for section in document.sections:
-        lines += [f"## {section.title}", "", *_paragraphs(section.text), code(section.command), ""]
+        by = [code(section.command)] if section.command else []
+        lines += [f"## {section.title}", "", *_paragraphs([*section.text, *by])]
         for table in section.tables:
             lines += [f"### {table.title}", "", *_paragraphs(filter(None, [table.note])), *_table(table), ""]
         if section.panels:
             path = f"{figures}/{section.name}.svg"
-            lines += [f"![{section.title}]({path})", "", f"By {code(section.command)}.", ""]
+            lines += [f"![{section.title}]({path})", "", *_paragraphs(f"By {command}." for command in by)]
     for table in document.appendix:
         lines += [f"## {table.title}", "", *_table(table), ""]
     return "\n".join(lines)

@@ -10,11 +10,12 @@ import importlib.util
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gspace.lab.errors import DeviceError
 
@@ -31,7 +32,6 @@ class Engine:
         graph: One CUDA graph per iteration; None does so on a GPU.
         deterministic: Only algorithms that give the same bits each time, at some cost (they always do on a CPU).
         checkpoint_seconds: Time between checkpoints.
-        tensorboard: Write the curve for TensorBoard too, into the run folder.
     """
 
     device: str = "auto"
@@ -39,7 +39,6 @@ class Engine:
     graph: bool | None = None
     deterministic: bool = False
     checkpoint_seconds: float = 60.0
-    tensorboard: bool = False
 
     def resolve(self) -> "Engine":
         """The same with every choice made; an error if what is asked for is not here."""
@@ -47,17 +46,9 @@ class Engine:
         cuda = device.type == "cuda"
         if self.graph and not cuda:
             raise DeviceError(f"a CUDA graph was asked for, but the device is {device}")
-        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise DeviceError("TensorBoard is not installed: pip install tensorboard")
         triton = importlib.util.find_spec("triton") is not None
-        return Engine(
-            device=str(device),
-            compile=cuda and triton if self.compile is None else self.compile,
-            graph=cuda if self.graph is None else self.graph,
-            deterministic=self.deterministic,
-            checkpoint_seconds=self.checkpoint_seconds,
-            tensorboard=self.tensorboard,
-        )
+        compile = cuda and triton if self.compile is None else self.compile
+        return replace(self, device=str(device), compile=compile, graph=cuda if self.graph is None else self.graph)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -121,17 +112,13 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
+@functools.lru_cache(maxsize=1)
 def compiled(function: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
     """`torch.compile(function)`, kept while `key` (all that decides shapes and code) stays the same.
 
     Runs that differ only in seed or rate share one compilation; a run of another kind starts a fresh cache, because
     torch stops compiling a function, without an error, after a few versions of it.
     """
-    return _compiled(function, key)
-
-
-@functools.lru_cache(maxsize=1)
-def _compiled(function: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
     torch.compiler.reset()
     return torch.compile(function, dynamic=False)
 
@@ -139,55 +126,27 @@ def _compiled(function: Callable[..., Any], key: Hashable) -> Callable[..., Any]
 Tree = Any  # nested dicts, lists and tuples of tensors and plain values
 
 
-def snapshot(tree: Tree) -> Tree:
-    """A copy that shares no memory."""
-    return _map(tree, lambda value: value.detach().clone())
+def _tensors(tree: Tree) -> dict[str, Tensor]:
+    """By their places."""
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0] if isinstance(leaf, Tensor)}
+
+
+def snapshot(tree: Tree) -> dict[str, Tensor]:
+    """A copy of its tensors that shares no memory."""
+    return {place: value.detach().clone() for place, value in _tensors(tree).items()}
 
 
 @torch.no_grad()
-def restore(tree: Tree, saved: Tree) -> None:
+def restore(tree: Tree, saved: Mapping[str, Tensor]) -> None:
     """Writes `saved` back into the tensors of `tree`, in place; a tensor that `saved` lacks did not exist: zero.
 
     A momentum buffer of zeros is what an optimizer without buffers has: m·0 + g = g.
     """
-    for path, value in _leaves(tree):
-        old = _at(saved, path)
-        if isinstance(old, Tensor):
-            value.copy_(old)
+    for place, value in _tensors(tree).items():
+        if place in saved:
+            value.copy_(saved[place])
         else:
             value.zero_()
-
-
-def _map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
-    match tree:
-        case Tensor():
-            return function(tree)
-        case Mapping():
-            return {key: _map(value, function) for key, value in tree.items()}
-        case list() | tuple():
-            return [_map(value, function) for value in tree]
-    return tree
-
-
-def _leaves(tree: Tree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    match tree:
-        case Tensor():
-            yield path, tree
-        case Mapping():
-            for key, value in tree.items():
-                yield from _leaves(value, (*path, key))
-        case list() | tuple():
-            for key, value in enumerate(tree):
-                yield from _leaves(value, (*path, key))
-
-
-def _at(tree: Tree, path: tuple[Any, ...]) -> Tree | None:
-    for key in path:
-        try:
-            tree = tree[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return tree
 
 
 def capture(

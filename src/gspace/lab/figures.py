@@ -84,7 +84,9 @@ def _number(axis: Axis) -> None:
 def _line(axes: Axes, series: Series, colour: str) -> None:
     few = "o" if len(series.x) <= 12 else None
     dashes = "--" if series.control else DASHES[series.hue // len(COLOURS) % len(DASHES)]
-    axes.plot(series.x, series.y, dashes, color=colour, marker=few, markersize=3, linewidth=1.3, label=series.label)
+    axes.plot(
+        series.x, series.y, dashes, color=colour, marker=few, markersize=3, linewidth=series.width, label=series.label
+    )
     axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.15, linewidth=0)
 
 

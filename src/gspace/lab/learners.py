@@ -36,8 +36,7 @@ class Learner(Protocol):
 
     def step(self, rows: Tensor) -> None: ...
     def set_rates(self, rates: Sequence[float]) -> None: ...
-    def test(self) -> list[Score]: ...
-    def fit(self) -> list[Score]: ...
+    def score(self, batches: Iterator[tuple[Tensor, Tensor]]) -> list[Score]: ...
 
 
 def live(learner: Learner) -> Tree:
@@ -123,14 +122,8 @@ class Single:
     def set_rates(self, rates: Sequence[float]) -> None:
         _set_rate(self.optimizer, rates[0])
 
-    def test(self) -> list[Score]:
-        return [self._score(_test_batches(self.feed))]
-
-    def fit(self) -> list[Score]:
-        return [self._score(_training_batches(self.feed))]
-
     @torch.no_grad()
-    def _score(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Score:
+    def score(self, batches: Iterator[tuple[Tensor, Tensor]]) -> list[Score]:
         self.model.eval()
         total, errors = torch.zeros_like(self.totals[0])
         count = 0
@@ -142,7 +135,7 @@ class Single:
             errors += (found.argmax(1) != y).sum()
             count += len(y)
         self.model.train()
-        return float(total) / count, float(errors) / count
+        return [(float(total) / count, float(errors) / count)]
 
 
 class Stacked:
@@ -195,14 +188,8 @@ class Stacked:
     def set_rates(self, rates: Sequence[float]) -> None:
         _set_rate(self.optimizer, rates[self.reference])
 
-    def test(self) -> list[Score]:
-        return self._score(_test_batches(self.feed))
-
-    def fit(self) -> list[Score]:
-        return self._score(_training_batches(self.feed))
-
     @torch.no_grad()
-    def _score(self, batches: Iterator[tuple[Tensor, Tensor]]) -> list[Score]:
+    def score(self, batches: Iterator[tuple[Tensor, Tensor]]) -> list[Score]:
         totals, count = torch.zeros_like(self.totals), 0
         for x, y in batches:
             with autocast(self.recipe.precision, x.device):
@@ -240,11 +227,11 @@ def _moved(optimizer: Optimizer) -> bool:
     return True
 
 
-def _test_batches(feed: Feed) -> Iterator[tuple[Tensor, Tensor]]:
+def test_images(feed: Feed) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(feed.x_test.split(EVALUATION_BATCH), feed.y_test.split(EVALUATION_BATCH), strict=True)
 
 
-def _training_batches(feed: Feed) -> Iterator[tuple[Tensor, Tensor]]:
+def training_images(feed: Feed) -> Iterator[tuple[Tensor, Tensor]]:
     """The training images as they are, without augmentation."""
     for rows in feed.still_rows().split(EVALUATION_BATCH):
         yield feed.batch(rows)

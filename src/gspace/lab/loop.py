@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspace.lab.engine import Engine, capture
 from gspace.lab.errors import RecordError, reason
-from gspace.lab.learners import Learner, live, load_state, state_of
+from gspace.lab.learners import Learner, live, load_state, state_of, test_images, training_images
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, METRICS, Run, finite
 from gspace.lab.schedule import changes, evaluation_interval, learning_rate, points, steps_per_epoch, total_iterations
@@ -125,7 +125,7 @@ class Loop:
             torch.cuda.synchronize()
         self.overhead = time.perf_counter() - started
 
-    def run(self, watches: Sequence[Watch], stop: Stop, minutes: float | None = None) -> None:
+    def run(self, watch: Watch | None, stop: Stop, minutes: float | None = None) -> None:
         """Iterates to the end, to divergence, or to a signal."""
         rows: Tensor | None = None
         rates: list[float] = []
@@ -151,7 +151,7 @@ class Loop:
             self.seconds += time.perf_counter() - clock
             lines = self._point(totals, rates) if due else ()
             try:
-                self._tell(watches, totals, lines, elapsed)
+                self._tell(watch, totals, lines, elapsed)
             except OSError:  # nobody reads any more (`| head`), or the log has no room
                 self._save()
                 raise
@@ -182,7 +182,7 @@ class Loop:
 
     def _point(self, totals: Sequence[Sequence[float]], rates: Sequence[float]) -> tuple[Line | None, ...]:
         """Measures, writes a point of each curve, and takes those out that have diverged."""
-        scores = self.learner.test()
+        scores = self.learner.score(test_images(self.source))
         self.learner.totals.zero_()
         lines: list[Line | None] = [None] * len(self.runs)
         for k in list(self.active):
@@ -207,11 +207,13 @@ class Loop:
 
     def _tell(
         self,
-        watches: Sequence[Watch],
+        watch: Watch | None,
         totals: Sequence[Sequence[float]],
         lines: tuple[Line | None, ...],
         seconds: float,
     ) -> None:
+        if watch is None:
+            return
         progress = Progress(
             recipes=tuple(run.recipe for run in self.runs),
             iteration=self.iteration,
@@ -222,8 +224,7 @@ class Loop:
             seconds_left=(self.total - self.iteration) * seconds / self.session,
             lines=lines,
         )
-        for watch in watches:
-            watch(progress)
+        watch(progress)
 
     def _images(self) -> int:
         return self.session * self.recipe.batch_size * len(self.runs)
@@ -251,7 +252,7 @@ class Loop:
         if not self.active:
             return
         self._save()
-        scores = self.learner.fit()
+        scores = self.learner.score(training_images(self.source))
         speed = {"images_per_second": self._images() / seconds} if seconds else {}
         for k in self.active:
             run = self.runs[k]

@@ -1,4 +1,4 @@
-"""The networks of the paper's experiments, by name. They know nothing of gspace.
+"""The networks of the experiments, by name: the paper's and a depthwise separable one. They know nothing of gspace.
 
 Inputs are images `(batch, channel, height, width)`; outputs are class scores `(batch, class)`.
 
@@ -8,8 +8,9 @@ Inputs are images `(batch, channel, height, width)`; outputs are class scores `(
 | `cnn` | 3×3 conv-ReLU of width, 2·width, 2·width (the last two stride 2), linear; no BatchNorm, for 8×8 digits |
 | `plain-n` | stem, then 2·blocks layers of conv-BN-ReLU per stage, pooling, linear |
 | `resnet-n` | stem, then `blocks` basic blocks per stage, 1×1 projections, pooling, linear |
+| `depthwise` | stem, then 2, 3, 6, 2 layers of 3×3 depthwise and 1×1 conv-BN-ReLU per stage, pooling, linear |
 
-The four stages of `plain-n` and `resnet-n` have 1, 2, 4, 8 times the first width (64 in the paper); each but the first
+The four stages of the last three have 1, 2, 4, 8 times the first width (64 in the paper); each but the first
 halves the image. n counts the layers with weights on the longest way: 2·Σ blocks + 2. PyTorch's default initialisation.
 """
 
@@ -24,6 +25,7 @@ Shape = tuple[int, int, int]  # channel, height, width
 Builder = Callable[[Shape, int, tuple[int, ...], int], nn.Module]
 
 BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 110: (3, 8, 40, 3)}
+SEPARABLE = (2, 3, 6, 2)
 
 
 def mlp(shape: Shape, classes: int, hidden: tuple[int, ...]) -> nn.Sequential:
@@ -54,13 +56,23 @@ def cnn(shape: Shape, classes: int, width: int) -> nn.Sequential:
     )
 
 
-def convolution(inputs: int, outputs: int, *, size: int = 3, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
+def convolution(inputs: int, outputs: int, *, size: int = 3, stride: int = 1, groups: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, groups=groups, bias=False)
 
 
-def conv_bn_relu(inputs: int, outputs: int, *, stride: int = 1) -> nn.Sequential:
+def conv_bn_relu(inputs: int, outputs: int, **options: int) -> nn.Sequential:
     return nn.Sequential(
-        OrderedDict(conv=convolution(inputs, outputs, stride=stride), norm=nn.BatchNorm2d(outputs), relu=nn.ReLU())
+        OrderedDict(conv=convolution(inputs, outputs, **options), norm=nn.BatchNorm2d(outputs), relu=nn.ReLU())
+    )
+
+
+def separable(inputs: int, outputs: int, *, stride: int = 1) -> nn.Sequential:
+    """A 3×3 convolution of each channel by itself, then a 1×1 convolution that mixes them (Howard et al., 2017)."""
+    return nn.Sequential(
+        OrderedDict(
+            depthwise=conv_bn_relu(inputs, inputs, stride=stride, groups=inputs),
+            pointwise=conv_bn_relu(inputs, outputs, size=1),
+        )
     )
 
 
@@ -128,6 +140,10 @@ def resnet(shape: Shape, classes: int, width: int, *, depth: int) -> StagedNet:
     return StagedNet(BasicBlock, BLOCKS[depth], shape[0], classes, width)
 
 
+def depthwise(shape: Shape, classes: int, width: int) -> StagedNet:
+    return StagedNet(separable, SEPARABLE, shape[0], classes, width)
+
+
 def _wide(build: Callable[[Shape, int, int], nn.Module]) -> Builder:
     return lambda shape, classes, hidden, width: build(shape, classes, width)
 
@@ -137,6 +153,7 @@ MODELS: Mapping[str, Builder] = {
     "cnn": _wide(cnn),
     **{f"plain-{depth}": _wide(partial(plain, depth=depth)) for depth in BLOCKS},
     **{f"resnet-{depth}": _wide(partial(resnet, depth=depth)) for depth in BLOCKS},
+    "depthwise": _wide(depthwise),
 }
 
 UNUSED: Mapping[str, str] = {name: "width" if name == "mlp" else "hidden" for name in MODELS}  # the size it lacks

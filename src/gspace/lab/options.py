@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
+from gspace.lab.cli import argument
 from gspace.lab.data import load
 from gspace.lab.display import display
 from gspace.lab.engine import Engine
@@ -21,6 +22,7 @@ from gspace.lab.models import UNUSED
 from gspace.lab.recipe import DEFAULTS, Recipe, check_fields
 from gspace.lab.record import make_folder
 from gspace.lab.stopping import stop_requests
+from gspace.lab.sweep import Cluster
 from gspace.lab.train import Session
 
 MOST_SEEDS = 10_000
@@ -43,7 +45,26 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
     group.add_argument("--graph", action=argparse.BooleanOptionalAction, help="CUDA graph (default: on a GPU)")
     group.add_argument("--deterministic", action="store_true", help="same bits each time on a GPU, at some cost")
-    group.add_argument("--tensorboard", action="store_true", help="write the curves for TensorBoard too")
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """Where the runs of a list are computed."""
+    group = parser.add_argument_group("many runs (docs/sweeps.md)")
+    group.add_argument("--slice", type=_slice, metavar="K/N", help="the K-th of N fixed shares, for N processes")
+    group.add_argument(
+        "--engine", choices=("local", "ray"), default="local", help="this process, or a Ray cluster (default: local)"
+    )
+    group.add_argument("--address", help="of the Ray cluster (default: one of this machine alone)")
+    group.add_argument("--gpus-per-run", type=_positive, metavar="X", help="GPUs of a Ray task (default: a CPU alone)")
+
+
+def cluster(args: argparse.Namespace) -> Cluster | None:
+    """Where the runs are computed, if not here."""
+    if args.engine == "ray":
+        return Cluster(args.address, args.gpus_per_run or 0.0, args.threads or 1)
+    if args.address or args.gpus_per_run:
+        raise RecipeError("--address and --gpus-per-run are for --engine ray")
+    return None
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
@@ -53,32 +74,24 @@ def add_data(parser: argparse.ArgumentParser) -> None:
 
 
 def engine(args: argparse.Namespace) -> Engine:
-    return Engine(
-        device=args.device,
-        compile=args.compile,
-        graph=args.graph,
-        deterministic=args.deterministic,
-        checkpoint_seconds=args.checkpoint_seconds,
-        tensorboard=args.tensorboard,
-    )
+    return Engine(**{field.name: getattr(args, field.name) for field in fields(Engine)})
 
 
 @contextmanager
 def session(args: argparse.Namespace, runs: int) -> Iterator[Session]:
     """What the runs of one command have in common; shows their progress, and ends them cleanly on a signal."""
-    with display(runs, quiet=args.json) as shown, stop_requests(args.minutes) as stop:
-        download = shown.download if args.download else None
-        yield Session(args.data_dir, engine(args), shown.watch, download, stop, args.minutes)
+    with display(runs, quiet=args.json or args.engine == "ray") as watch, stop_requests(args.minutes) as stop:
+        yield Session(args.data_dir, engine(args), watch, stop, args.minutes)
 
 
 def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
     """Makes ready: one error for a device, a data set or a folder that is not there, not one for each run."""
-    engine(args).resolve()
+    if args.engine == "local":
+        engine(args).resolve()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    if not args.download:
-        for name in dict.fromkeys(recipe.data for recipe in recipes):
-            load(name, args.data_dir)
+    for name in dict.fromkeys(recipe.data for recipe in recipes):
+        load(name, args.data_dir, download=args.download)
     make_folder(args.out)
 
 
@@ -109,31 +122,27 @@ def recipe(args: argparse.Namespace) -> Recipe:
     here alone: it is part of the identity of runs, and recorded ones may hold it.
     """
     given = {name: value for name in DEFAULTS if (value := getattr(args, name)) is not None}
-    made = _merged(given, args.recipe) if args.recipe else Recipe.from_dict(given)
+    check_fields(given)
+    try:
+        base = _recipe_file(args.recipe, given) if args.recipe else {}
+        made = Recipe.from_dict({**base, **given})
+    except (RecipeError, OSError) as error:
+        raise RecipeError(f"{args.recipe}: {error}" if args.recipe else str(error)) from error
     if UNUSED[made.model] in given:
         raise RecipeError(f"--{UNUSED[made.model]} has no effect on the network {made.model!r}: leave it out")
     return made
 
 
-def _merged(given: Mapping[str, Any], path: Path) -> Recipe:
-    check_fields(given)
-    base = _recipe_file(path)
-    if "iterations" in given or "epochs" in given:  # one length replaces the other
-        base = {name: value for name, value in base.items() if name not in ("iterations", "epochs")}
-    try:
-        return Recipe.from_dict({**base, **given})
-    except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from error
-
-
-def _recipe_file(path: Path) -> Mapping[str, Any]:
+def _recipe_file(path: Path, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Its fields; of two lengths the one on the command line replaces the other."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise RecipeError(f"it cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise RecipeError(f"{path} is no recipe: it holds no JSON object")
-    return content
+        raise RecipeError("it is no recipe: it holds no JSON object")
+    lengths = {"iterations", "epochs"}
+    return {name: value for name, value in content.items() if name not in lengths or not lengths & given.keys()}
 
 
 def reader(kind: Any) -> Callable[[str], Any]:
@@ -142,59 +151,49 @@ def reader(kind: Any) -> Callable[[str], Any]:
     >>> reader(tuple[int, ...])("64,64"), reader(float | None)("inf"), reader(int)("many")
     ((64, 64), inf, 'many')
     """
-    if isinstance(kind, UnionType):
-        return reader(next(k for k in get_args(kind) if k is not NoneType))
-    if get_origin(kind) is tuple:
-        item = reader(get_args(kind)[0])
-        return lambda text: tuple(item(part) for part in text.split(","))
+    item, many = _item(kind)
 
     def read(text: str) -> Any:
         try:
-            return kind(text)
+            return item(text)
         except ValueError:
             return text
 
-    return read
+    return (lambda text: tuple(map(read, text.split(",")))) if many else read
+
+
+def _item(kind: Any) -> tuple[type, bool]:
+    """The type of a field, or of its items if there may be several; whether there may."""
+    if isinstance(kind, UnionType):
+        kind = next(k for k in get_args(kind) if k is not NoneType)
+    return (get_args(kind)[0], True) if get_origin(kind) is tuple else (kind, False)
 
 
 def _metavar(kind: Any) -> str:
-    if isinstance(kind, UnionType):
-        return _metavar(next(k for k in get_args(kind) if k is not NoneType))
-    if get_origin(kind) is tuple:
-        return f"{_metavar(get_args(kind)[0])},..."
-    return {int: "N", float: "X", str: "NAME"}[kind]
+    item, many = _item(kind)
+    return {int: "N", float: "X", str: "NAME"}[item] + (",..." if many else "")
 
 
 def _shown(value: Any) -> str:
     return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 
 
-def numbers(text: str) -> list[int]:
-    """Seeds: `0,1,2` or `0-2`."""
-    try:
-        parts = [[int(end) for end in part.split("-")] for part in text.split(",")]
-    except ValueError:
-        parts = []
-    ranges = [range(ends[0], ends[-1] + 1) for ends in parts if len(ends) <= 2]
-    if not ranges or len(ranges) != len(parts) or not all(ranges):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of seeds: write 0,1,2 or 0-2")
-    if sum(some.stop - some.start for some in ranges) > MOST_SEEDS:
-        raise argparse.ArgumentTypeError(f"{text!r} are more than {MOST_SEEDS:,} seeds")
-    return [seed for some in ranges for seed in some]
+def _range(text: str) -> range:
+    first, *last = map(int, text.split("-", 1))
+    return range(first, (last or [first])[0] + 1)
 
 
-def _count(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return value
+def _seeds(text: str) -> list[int]:
+    ranges = list(map(_range, text.split(",")))
+    few = all(ranges) and sum(some.stop - some.start for some in ranges) <= MOST_SEEDS
+    return [seed for some in ranges for seed in some] if few else []
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
+numbers = argument(_seeds, bool, f"list of at most {MOST_SEEDS:,} seeds: write 0,1,2 or 0-2")
+_slice = argument(
+    lambda text: tuple(map(int, text.split("/"))),
+    lambda part: len(part) == 2 and 1 <= part[0] <= part[1],
+    "slice: write 1/4, 2/4, 3/4 or 4/4 for a quarter",
+)
+_count = argument(int, lambda value: value >= 1, "whole number from 1 on")
+_positive = argument(float, lambda value: 0 < value < math.inf, "positive number")

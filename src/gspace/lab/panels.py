@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from gspace.lab.cost import images_of
+from gspace.lab.cells import Cell, Method, data_label
 from gspace.lab.document import Panel, Series
-from gspace.lab.experiment import Cell, Method, data_label
 from gspace.lab.record import Record
-from gspace.lab.schedule import steps_per_epoch
+from gspace.lab.schedule import images_of, steps_per_epoch
 from gspace.lab.tabulate import MEASURES, Found, Measure, outcome
 
 CURVES = (("train_loss", "training loss", 1.0, True), ("test_error", "test error, %", 100.0, True))

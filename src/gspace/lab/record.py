@@ -29,20 +29,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from filelock import FileLock, Timeout
 
-from gspace.lab.errors import RecordError, reason
-from gspace.lab.lock import locked
+from gspace.lab.errors import BusyError, RecordError, reason
 from gspace.lab.recipe import Recipe
-from gspace.lab.schema import Line, check_curve, check_end, check_summary, parsed, sealed, unsealed
+from gspace.lab.schema import Line, check_curve, check_end, check_sessions, check_summary, parsed, sealed, unsealed
 
-RECIPE, ENVIRONMENT, METRICS, CHECKPOINT, SUMMARY, LOCK = (
-    "recipe.json",
-    "environment.json",
-    "metrics.jsonl",
-    "checkpoint",
-    "summary.json",
-    ".lock",
-)
+NAMES = "recipe.json environment.json metrics.jsonl checkpoint summary.json"
+RECIPE, ENVIRONMENT, METRICS, CHECKPOINT, SUMMARY = NAMES.split()
 _MAGIC = b"gspace-checkpoint-1\n"
 T = TypeVar("T")
 _FOLDER = re.compile(r"[\w-]+-seed\d+-[0-9a-f]{12}")
@@ -126,23 +120,21 @@ class Run:
 
 def make_folder(path: Path) -> None:
     """Makes the folder if need be; one error for all runs that were to be written below it."""
-    try:
+    with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextmanager
 def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
     """The recipe's folder below `out`, made if need be, locked until the end of the block."""
     folder = out / recipe.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = locked(folder / LOCK)
-        lock.__enter__()
-    except OSError as error:
-        raise RecordError(f"cannot write {folder}: {error.strerror or error}") from error
-    try:
+    make_folder(folder)
+    with _writing(folder):
+        try:
+            lock = FileLock(folder / ".lock", timeout=0).acquire()
+        except Timeout as error:
+            raise BusyError(f"{folder} is in use by another process: wait for it or stop it") from error
+    with lock:
         run = Run(folder, recipe)
         for left in folder.glob("*.part"):  # by a process that was killed while it wrote
             left.unlink(missing_ok=True)
@@ -152,8 +144,6 @@ def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
         elif _read(path, _recipe) != recipe:
             raise RecordError(f"{path} is another recipe's: choose another folder for this run")
         yield run
-    finally:
-        lock.__exit__(None, None, None)
 
 
 @dataclass(frozen=True)
@@ -185,7 +175,7 @@ def read_run(folder: Path) -> Record:
         check_end(summary, curve)
     except ValueError as error:
         raise RecordError(f"{folder / METRICS} is not that of {SUMMARY}: {error}") from error
-    return Record(folder, recipe, tuple(_sessions(folder, recipe)), tuple(curve), summary)
+    return Record(folder, recipe, _sessions(folder, recipe), tuple(curve), summary)
 
 
 def environment(**options: Any) -> Line:
@@ -254,9 +244,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RecordError(
-            f"cannot write {path}: {error.strerror or error}; what was recorded before is intact"
-        ) from error
+        why = error.strerror or error
+        raise RecordError(f"cannot write {path}: {why}; what was recorded before is intact") from error
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
@@ -273,15 +262,12 @@ def _recipe(content: bytes) -> Recipe:
     return Recipe.from_dict(parsed(content))
 
 
-def _sessions(folder: Path, recipe: Recipe) -> list[Line]:
-    def parse(content: bytes) -> list[Line]:
+def _sessions(folder: Path, recipe: Recipe) -> tuple[Line, ...]:
+    def parse(content: bytes) -> tuple[Line, ...]:
         value = unsealed(parsed(content), recipe.identity)
-        sessions = value.get("sessions")
-        if len(value) != 1 or not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
-            raise ValueError("it is no list of sessions")
-        return sessions
+        return check_sessions(value.get("sessions"))
 
-    return _read(folder / ENVIRONMENT, parse) or []
+    return _read(folder / ENVIRONMENT, parse) or ()
 
 
 def _curve(folder: Path, recipe: Recipe) -> list[Line]:

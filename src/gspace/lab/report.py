@@ -1,27 +1,21 @@
 """`gspace report RUNS ...`: tables, figures and one HTML page, from recorded runs alone.
 
     gspace report runs --out report             # report.md, report.html, figures/*.png and *.svg
-    gspace report runs --export results         # small JSON records to commit; a report can be made from them again
-    gspace report runs --export table-1.jsonl   # the same in one file, added to those that are in it
+    gspace report runs --export results         # adds the finished runs to results/table-1.jsonl and the like: small
+                                                # records to commit, from which a report can be made again
 
 The same records give the same bytes.
 """
 
 import argparse
-import json
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 
-from gspace.lab.archive import export, read_records, scores_of, short_recipe
-from gspace.lab.claims import claims
-from gspace.lab.cost import CPU, GPU, duration, estimate
-from gspace.lab.document import Document, Section, Table, code, markdown, names
-from gspace.lab.errors import RecordError
-from gspace.lab.experiment import (
+from gspace.lab.archive import collect, read_records, scores_of, short_recipe
+from gspace.lab.cells import (
     DATA_NAMES,
     LENGTHS,
     Cell,
@@ -32,12 +26,16 @@ from gspace.lab.experiment import (
     guessed,
     jobs,
 )
+from gspace.lab.claims import claims
+from gspace.lab.cost import CPU, GPU, duration, estimate
+from gspace.lab.document import Document, Section, Table, code, markdown
+from gspace.lab.errors import RecordError
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.figures import draw
 from gspace.lab.page import page
 from gspace.lab.panels import panels
 from gspace.lab.recipe import Recipe, check_name
-from gspace.lab.record import Record, write_atomic
+from gspace.lab.record import Record, make_folder, write_atomic
 from gspace.lab.tabulate import MEASURES, Found, outcome, tables, write
 
 TITLE = "Measured with gspace"
@@ -57,9 +55,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="where to (default: report)")
     parser.add_argument("--only", metavar="NAME,...", help="experiments to report on (default: all that were begun)")
     parser.add_argument(
-        "--export", type=Path, metavar="PATH", help="write small records there instead: a folder, or one .jsonl file"
+        "--export", type=Path, metavar="DIR", help="instead, add finished runs to the files there, one per experiment"
     )
-    parser.add_argument("--json", action="store_true", help="print the tables (or the exported files) as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,9 +64,8 @@ def run(args: argparse.Namespace) -> int:
     if not records:
         raise RecordError(f"no runs below {', '.join(map(str, args.runs))}")
     if args.export:
-        written = export(records, args.export)
-        files = "1 file" if len(written) == 1 else f"{len(written)} files"
-        print(json.dumps([str(path) for path in written], indent=1) if args.json else f"{files} written")
+        added = collect(records, args.export, homes(records))
+        print("\n".join(f"{path}: {count} new" for path, count in added.items()) or "every finished run was there")
         return 0
     names = args.only.split(",") if args.only else list(EXPERIMENTS)
     chosen = [EXPERIMENTS[check_name("experiment", name, EXPERIMENTS)] for name in names]
@@ -77,16 +73,25 @@ def run(args: argparse.Namespace) -> int:
     folders = shlex.join(map(str, args.runs))
     document = assemble(records, chosen, f"gspace report {folders}{only}", f" --results {folders}")
     written = publish(document, args.out)
-    print(as_json(document) if args.json else "\n".join(map(str, written)))
+    print("\n".join(map(str, written)))
     return 0
+
+
+def homes(records: Sequence[Record]) -> Callable[[Recipe], str]:
+    """The experiment that a run is recorded with: the first that it belongs to."""
+    found = {record.recipe: record for record in records}
+    names = {
+        recipe: experiment.name
+        for experiment in reversed(EXPERIMENTS.values())
+        for part in begun(experiment, found)
+        for recipe in jobs(part.cells)
+    }
+    return lambda recipe: names.get(recipe, "other")
 
 
 def publish(document: Document, out: Path) -> list[Path]:
     """Writes the document below `out`; returns the Markdown file, the page and the figures."""
-    try:
-        (out / "figures").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordError(f"cannot write {out}: {error.strerror or error}") from error
+    make_folder(out / "figures")
     text, html = out / "report.md", out / "report.html"
     drawn = [
         path
@@ -98,22 +103,6 @@ def publish(document: Document, out: Path) -> list[Path]:
     pictures = {path.stem: path.read_bytes() for path in drawn if path.suffix == ".svg"}
     write_atomic(html, page(document, pictures).encode())
     return [text, html, *drawn]
-
-
-def as_json(document: Document) -> str:
-    """The tables by section, for other programs."""
-    content = {section.name: _rows(section.tables) for section in document.sections}
-    if document.summary:
-        content["summary"] = _rows(document.summary)
-    appendix = _rows(table for table in document.appendix if table.rows)
-    if appendix:
-        content["appendix"] = appendix
-    return json.dumps(content, indent=1, ensure_ascii=False)
-
-
-def _rows(tables: Iterable[Table]) -> dict[str, list[dict[str, str]]]:
-    """Rows by the names of their columns, for each table by its title."""
-    return {table.title: [dict(zip(names(table.head), row, strict=True)) for row in table.rows] for table in tables}
 
 
 @dataclass(frozen=True)
@@ -134,7 +123,7 @@ class Part:
     def name(self) -> str:
         """File name of its figure."""
         length = "" if self.variant.length == 1 else str(self.variant.length).replace("/", "-of-")
-        marks = ("quick" if self.variant.quick else "", "stand-in" if self.variant.absent else "", length)
+        marks = ("quick" if self.variant.quick else "", length)
         return "-".join(filter(None, (self.experiment.name, *marks)))
 
     @property
@@ -190,10 +179,7 @@ def variants(recipes: Collection[Recipe]) -> Iterator[Variant]:
     """Every size that the recorded runs can be of."""
     full = any(not recipe.quick for recipe in recipes)
     yield from (Variant(length=length) for length in LENGTHS.values() if full)
-    quick = [recipe for recipe in recipes if recipe.quick]
-    absent = sorted({recipe.stands_for for recipe in quick if recipe.stands_for})
-    for size in range(len(absent) + 1 if quick else 0):  # a set may have been absent for one experiment alone
-        yield from (Variant(quick=True, absent=frozenset(some)) for some in combinations(absent, size))
+    yield from [Variant(quick=True)] if any(recipe.quick for recipe in recipes) else []
 
 
 def section(part: Part, found: Found) -> Section:

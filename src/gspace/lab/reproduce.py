@@ -8,20 +8,18 @@ import argparse
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from gspace.lab import options
 from gspace.lab.archive import read_records, scores_of, short_recipe
+from gspace.lab.cells import LENGTHS, Cell, Experiment, Scores, Variant, guessed, jobs
 from gspace.lab.cost import CPU, GPU, Machine, duration, estimate
-from gspace.lab.data import SETS, data_folder, read
 from gspace.lab.errors import RecipeError
-from gspace.lab.experiment import LENGTHS, Cell, Experiment, Scores, Variant, guessed, jobs
 from gspace.lab.experiments import EXPERIMENTS
-from gspace.lab.queue import Tally, conclude, run_queue, wait_for_others
 from gspace.lab.recipe import Recipe, check_name
 from gspace.lab.record import Record
-from gspace.lab.report import as_json, assemble, publish
+from gspace.lab.report import assemble, publish
+from gspace.lab.sweep import conclude, run_all, share
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"experiments:\n{names}\n\nRunning it again skips what is finished and continues what was stopped."
     parser.add_argument("name", metavar="NAME", help="an experiment of the list below")
-    parser.add_argument("--quick", action="store_true", help="reduced sizes, minutes on a CPU, marked as such")
+    parser.add_argument("--quick", action="store_true", help="small networks on the digits, minutes on a CPU")
     parser.add_argument(
         "--length", choices=LENGTHS, default="1", help="fraction of the schedule, marked as such (default: 1)"
     )
@@ -40,12 +38,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--report", type=Path, metavar="DIR", help="where the report goes (default: OUT/report/NAME)")
     parser.add_argument("--list", action="store_true", help="show the runs and what is left to pay, run nothing")
-    parser.add_argument("--json", action="store_true", help="with --list: the queue file, else the tables, as JSON")
-    parser.add_argument(
-        "--wait", action="store_true", help="wait for runs that other processes hold, and run what they decide"
-    )
+    parser.add_argument("--json", action="store_true", help="with --list: the file for `gspace train --queue`")
     options.add_data(parser)
     options.add_engine(parser)
+    options.add_sweep(parser)
 
 
 def add_filters(parser: argparse.ArgumentParser) -> None:
@@ -58,12 +54,11 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs what is not finished and writes the report; 1 if a run failed, 4 if one is held by another process."""
+    """Runs what is not finished and writes the report; 1 if a run failed."""
     experiment = EXPERIMENTS[check_name("experiment", args.name, EXPERIMENTS)]
     if args.quick and args.length != "1":
         raise RecipeError("--quick has a schedule of its own: leave --length out")
-    absent = absent_sets(experiment, args.data_dir) if args.quick and not args.download else frozenset()
-    variant = Variant(args.quick, LENGTHS[args.length], absent)
+    variant = Variant(args.quick, LENGTHS[args.length])
 
     def cells(scores: Scores) -> list[Cell]:
         return selected(variant.cells(experiment, scores), args)
@@ -75,58 +70,40 @@ def run(args: argparse.Namespace) -> int:
         if len(all_left) > len(left) and not args.json:
             print(f"decided by these: {len(all_left) - len(left)} more, about {costs(all_left)} in all")
         return 0
-    tally = work(cells, args)
-    document = assemble(recorded(args), [experiment], command(args), counting(args))
+    done = work(cells, args)
+    document = assemble(recorded(args), [experiment], f"{experiment.command}{variant.flags}", counting(args))
     written = publish(document, args.report or args.out / "report" / experiment.name)
-    print(as_json(document) if args.json else "\n".join(map(str, written)))
-    with options.alone(args.json):
-        return conclude(tally)
+    print("\n".join(map(str, written)))
+    return conclude(*done)
 
 
-def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> Tally:
-    """Runs the cells, then those that their results decide, and so on; returns what became of them."""
+def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> tuple[int, int, int]:
+    """Runs the cells, then those that their results decide, and so on; how many runs, finished before, failed."""
     tried: set[Recipe] = set()
     scores = scores_of(recorded(args))
-    before = sum(scores(recipe) is not None for recipe in jobs(cells(scores)))
-    tally = Tally(before, before=before)
+    before, failed, cluster = sum(scores(r) is not None for r in jobs(cells(scores))), 0, options.cluster(args)
     expected = unfinished(cells(guessed(scores)), scores)
     options.prepare(expected, args)
-    with options.session(args, len(expected)) as session, options.alone(args.json):
-        others: frozenset[Recipe] = frozenset()
-        left: set[Recipe] = set()
+    with options.session(args, len(expected)) as session:
         while todo := [recipe for recipe in unfinished(cells(scores), scores) if recipe not in tried]:
-            if others.issuperset(todo):
-                wait_for_others(todo, args.out, session)
-            new = run_queue(todo, args.out, session, stack=args.stack)
-            others = new.held if args.wait else frozenset()
-            left |= others
-            tried.update(set(todo) - others)
-            tally += replace(new, runs=new.runs - len(others), held=new.held - others)
+            mine = share(todo, args.slice) if args.slice else todo
+            failed += run_all(mine, args.out, session, args.stack, cluster)
+            tried.update(todo)
             scores = scores_of(recorded(args))
-    return tally + Tally(len(left - tried))  # those that other processes ran
+        others = unfinished(cells(scores), scores) if args.slice else []
+        if others and not failed:
+            print(f"{len(others)} runs are in other slices; when they are done, run this again for what they decide")
+    return before + len(tried), before, failed
 
 
 def unfinished(cells: Sequence[Cell], scores: Scores) -> list[Recipe]:
     return [recipe for recipe in jobs(cells) if scores(recipe) is None]
 
 
-def command(args: argparse.Namespace) -> str:
-    quick = " --quick" if args.quick else ""
-    length = "" if args.length == "1" else f" --length {args.length}"
-    return f"gspace reproduce {args.name}{quick}{length}"
-
-
 def counting(args: argparse.Namespace) -> str:
     """The options by which the same runs count as finished another time."""
     results = ["--results", *map(str, args.results)] if args.results else []
     return f" {shlex.join(['--out', str(args.out), *results])}"
-
-
-def absent_sets(experiment: Experiment, data_dir: Path | None) -> frozenset[str]:
-    """The data sets of an experiment that are not to be found; a damaged one is an error."""
-    root = data_folder(data_dir)
-    names = {recipe.data for recipe in jobs(Variant(quick=True).cells(experiment, lambda recipe: None))}
-    return frozenset(name for name in names if read(name, SETS[name], root) is None)
 
 
 def recorded(args: argparse.Namespace) -> list[Record]:

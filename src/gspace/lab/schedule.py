@@ -3,10 +3,17 @@
 import math
 from collections.abc import Collection
 
+from gspace.lab.data import SETS
 from gspace.lab.errors import RecipeError
 from gspace.lab.recipe import Recipe
 
 CURVE = 100  # points of a curve when the recipe does not say how often to evaluate
+
+
+def images_of(recipe: Recipe) -> int:
+    """Training images of a run."""
+    there = SETS[recipe.data].train - recipe.validation
+    return min(recipe.train_size or there, there)
 
 
 def steps_per_epoch(recipe: Recipe, images: int) -> int:

@@ -1,7 +1,7 @@
 """What a record may hold, and the digest that tells a changed one: checked here, wherever a record is read.
 
 A `ValueError` says what is wrong; whoever reads the file names it. A digest is the SHA-256 of an object as JSON and of
-the run that it belongs to, so a file of another run has a wrong one. Records from before there were digests have none.
+the run that it belongs to, so a file of another run has a wrong one.
 """
 
 import hashlib
@@ -89,7 +89,9 @@ def sealed(value: Mapping[str, Any], identity: str) -> Line:
 def unsealed(value: Line, identity: str) -> Line:
     """Without its digest, once that is compared."""
     rest = {name: entry for name, entry in value.items() if name != DIGEST}
-    if DIGEST in value and value[DIGEST] != _digest(rest, identity):
+    if DIGEST not in value:
+        raise ValueError("it has no digest: it was written before gspace 0.2")
+    if value[DIGEST] != _digest(rest, identity):
         raise ValueError("its digest differs: it was changed, or is another run's")
     return rest
 
@@ -108,6 +110,13 @@ def check_summary(summary: Line, recipe: Recipe) -> Line:
     if summary["identity"] != recipe.identity:
         raise ValueError(f"it is the end of run {summary['identity']}, not of {recipe.folder}")
     return summary
+
+
+def check_sessions(sessions: Any) -> tuple[Line, ...]:
+    """Where and with what a run was computed: its environments, oldest first."""
+    if not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
+        raise ValueError("it has no list of sessions")
+    return tuple(sessions)
 
 
 def check_curve(points: Sequence[Line]) -> Sequence[Line]:

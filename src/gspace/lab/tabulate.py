@@ -6,8 +6,8 @@ from itertools import combinations
 from math import floor, log10
 from statistics import fmean, stdev
 
+from gspace.lab.cells import Cell, Method
 from gspace.lab.document import Table
-from gspace.lab.experiment import Cell, Method
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Record
 

@@ -2,7 +2,7 @@
 
     summary = train(recipe, "runs")              # one run
     summaries = train_many(recipes, "runs")      # MLPs that differ in seed and rate, all at once
-    gspace train --queue jobs.json --out runs    # every recipe of a list, shared by several processes
+    gspace train --queue jobs.json --out runs    # every recipe of a list
 
 Everything random in iteration i is a function of (seed, i), see seeds.py; the state of a run is its weights, its
 optimizer and i. A run that is stopped, by a signal or by force, continues from its checkpoint to the same bits.
@@ -10,8 +10,8 @@ optimizer and i. A run that is stopped, by a signal or by force, continues from 
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ from typing import Any
 import torch
 
 from gspace.lab.data import DataSet, load, subset
-from gspace.lab.download import Progress as DownloadProgress
 from gspace.lab.engine import Engine, arithmetic, number_type
 from gspace.lab.errors import RecipeError, RecordError
 from gspace.lab.learners import Learner, Single, Stacked
-from gspace.lab.loop import Loop, Progress, Watch
+from gspace.lab.loop import Loop, Watch
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, Run, environment, open_run, read_run
 from gspace.lab.schema import Line
@@ -41,7 +40,6 @@ class Session:
         data_dir: Where the data sets are, see `data.data_folder`.
         engine: How to compute.
         watch: Told of the progress.
-        download: If given, data sets that are absent are downloaded, and this is told of it.
         stop: Number of the signal that asks to stop, or None; signals are caught for the call's time if left out.
         minutes: The time after which `stop` gives SIGALRM, if there is such a limit.
     """
@@ -49,7 +47,6 @@ class Session:
     data_dir: str | Path | None = None
     engine: Engine = field(default_factory=Engine)
     watch: Watch | None = None
-    download: DownloadProgress | None = None
     stop: Stop | None = None
     minutes: float | None = None
 
@@ -135,15 +132,15 @@ LEARNERS: Mapping[str, Callable[[Sequence[Recipe], Feed, Engine], Learner]] = {
 
 
 @functools.lru_cache(maxsize=2)
-def _data(name: str, data_dir: str | Path | None, device: str, download: DownloadProgress | None) -> DataSet:
-    return load(name, data_dir, device, download=download)
+def _data(name: str, data_dir: str | Path | None, device: str) -> DataSet:
+    return load(name, data_dir, device)
 
 
 def _work(runs: Sequence[Run], learner: Callable[[Sequence[Recipe], Feed, Engine], Learner], session: Session) -> None:
     """From run folders to the loop: data, network, checkpoint, display."""
     started = time.perf_counter()
     recipe, engine = runs[0].recipe, session.engine.resolve()
-    data = _data(recipe.data, session.data_dir, engine.device, session.download)
+    data = _data(recipe.data, session.data_dir, engine.device)
     data = subset(data, train=recipe.train_size, test=recipe.test_size, validation=recipe.validation)
     source = feed(data, recipe.inputs, recipe.augment, number_type(recipe.precision))
     with arithmetic(recipe.precision, engine.deterministic), torch.random.fork_rng(), ExitStack() as stack:
@@ -153,29 +150,6 @@ def _work(runs: Sequence[Run], learner: Callable[[Sequence[Recipe], Feed, Engine
         loop = Loop(runs, learner([run.recipe for run in runs], source, engine), source, engine)
         for run in runs:
             run.begin(environment(engine=asdict(engine), iteration=loop.iteration))
-        watches = [session.watch] if session.watch else []
-        if engine.tensorboard:
-            watches.append(stack.enter_context(_tensorboard(runs, loop.iteration)))
         stop = session.stop or stack.enter_context(stop_requests())
         loop.prepare(started)
-        loop.run(watches, stop, session.minutes)
-
-
-@contextmanager
-def _tensorboard(runs: Sequence[Run], iteration: int) -> Iterator[Watch]:
-    """Writes each new point of the curves for TensorBoard; what it has after `iteration` will be measured again."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writers = {run.recipe: SummaryWriter(str(run.folder / "tensorboard"), purge_step=iteration + 1) for run in runs}
-
-    def write(progress: Progress) -> None:
-        for recipe, line in zip(progress.recipes, progress.lines or (None,) * len(runs), strict=True):
-            for name, value in line.items() if line else ():
-                if value is not None and name != "iteration":
-                    writers[recipe].add_scalar(name, value, progress.iteration)
-
-    try:
-        yield write
-    finally:
-        for writer in writers.values():
-            writer.close()
+        loop.run(session.watch, stop, session.minutes)

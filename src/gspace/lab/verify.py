@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class Shape(NamedTuple):
 # Rounding of float64 (1e-16) grows with depth and with the spread of the factors; a wrong unit moves the output by
 # more than 1e-3. In between, at 1e-9, lies the line.
 TOLERANCE = 1e-9
+MODES = ("eval", "train")  # in this order: a pass in training mode moves the running statistics
 
 
 class InputError(LabError, ValueError):
@@ -41,7 +42,11 @@ class InputError(LabError, ValueError):
 
 
 def largest_changes(
-    model: nn.Module, analysis: Analysis, inputs: Inputs, generator: torch.Generator
+    model: nn.Module,
+    analysis: Analysis,
+    inputs: Inputs,
+    generator: torch.Generator,
+    begin: Callable[[str], None] = lambda step: None,
 ) -> dict[str, float]:
     """max |f(x; g_c(w)) − f(x; w)| / max |f(x; w)| over all outputs, in evaluation and in training mode.
 
@@ -55,11 +60,13 @@ def largest_changes(
     scales = random_scales(original, generator, analysis=analysis)
     rescaled = rescale_(deepcopy(original), scales, analysis=analysis)
     inputs = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
-    # Evaluation first: a pass in training mode moves the running statistics.
-    return {
-        mode: _relative_change(_outputs(original, inputs, mode), _outputs(rescaled, inputs, mode), mode)
-        for mode in ("eval", "train")
-    }
+    changes = {}
+    for mode in MODES:
+        begin(f"the model in {mode} mode")
+        before = _outputs(original, inputs, mode)
+        begin(f"its rescaled copy in {mode} mode")
+        changes[mode] = _relative_change(before, _outputs(rescaled, inputs, mode), mode)
+    return changes
 
 
 def guess(model: nn.Module) -> Inputs:

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, analyzed
+from gspace.analysis import Analysis, analyzed, require_module
 from gspace.group.balance import squares
 from gspace.group.scaling import Scales, random_scales, rescale_
 from gspace.optim.coordinates import Coordinates, coordinates, path_values
+from gspace.sharding import refuse_sharded, weights_of
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Any, Any], Tensor]
@@ -105,8 +106,14 @@ def invariance_gap(
         scales: The rescaling; by default e^N(0, 1) for every unit, drawn from `generator`.
         loss: Of (outputs, targets).
         analysis: The result of `analyze(model)`; otherwise `options` (`example_input`, `residual`, `pin`) are for it.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    >>> batch = torch.randn(16, 4).double(), torch.randint(3, (16,))
+    >>> invariance_gap(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), net, [batch] * 5).final > 1e-3
+    True
     """
     found = analyzed(model, analysis, options, "pin")
+    refuse_sharded(dict(model.named_parameters()), "invariance_gap")
     plain, scaled = copy.deepcopy(model), copy.deepcopy(model)
     rescale_(scaled, random_scales(model, generator, analysis=found) if scales is None else scales, analysis=found)
     pair = [(m, make_optimizer(m)) for m in (plain, scaled)]
@@ -142,8 +149,17 @@ def compare_invariance(
     loss: Loss = F.cross_entropy,
     **options: Any,
 ) -> InvarianceTable:
-    """`invariance_gap` of several optimizers, with the same scales and batches; prints as a table."""
+    """`invariance_gap` of several optimizers, with the same scales and batches; prints as a table.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    >>> batch = torch.randn(16, 4).double(), torch.randint(3, (16,))
+    >>> table = compare_invariance({"SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1)}, net, [batch])
+    >>> print(str(table).splitlines()[0])
+    | optimizer | gap after 1 step | after all steps | function moved | loss, first → last |
+    """
     found = analyzed(model, analysis, options, "pin")
+    if not isinstance(optimizers, Mapping):
+        raise TypeError(f"optimizers are functions that make one, by name, got {type(optimizers).__name__}")
     scales = random_scales(model, generator, analysis=found) if scales is None else scales
     data = list(batches)
     return InvarianceTable(
@@ -184,11 +200,16 @@ def balancedness(model: nn.Module, *, analysis: Analysis | None = None, **option
 
     Scale invariance, f(g_c w) = f(w), gives Σ_in w·g = Σ_out w·g at every unit for every loss, hence
     d/dt(‖incoming‖² − ‖outgoing‖²) = 0 under dw/dt = −g.
+
+    >>> net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
+    >>> net[0].weight.data, net[2].weight.data = torch.tensor([[3.0, 4.0]]), torch.tensor([[2.0]])
+    >>> balancedness(net).difference.tolist()  # 25 − 4
+    [21.0]
     """
     found = analyzed(model, analysis, options, "pin")
     n = 1 + found.H + found.H_absorbed
     incoming, outgoing = (torch.zeros(n, dtype=torch.float64, device="cpu") for _ in range(2))
-    for e, square in zip(found.edges, squares(found.edges, dict(model.named_parameters())), strict=True):
+    for e, square in zip(found.edges, squares(found.edges, weights_of(model)), strict=True):
         incoming.index_add_(0, e.head.reshape(-1), square.sum(2).reshape(-1).cpu())
         outgoing.index_add_(0, e.tail.reshape(-1), square.sum(1).reshape(-1).cpu())
     return Balance(incoming[1 : 1 + found.H], outgoing[1 : 1 + found.H])
@@ -208,7 +229,13 @@ def distance(model_a: nn.Module, model_b: nn.Module, *, at: Coordinates | None =
 
     Args:
         at: Coordinates to measure in; otherwise `options` are for `coordinates`.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)).double()
+    >>> distance(net, rescale_(copy.deepcopy(net), [2.0, 4.0, 8.0])) < 1e-6
+    True
     """
+    for model in (model_a, model_b):
+        require_module(model)
     sizes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in (model_a, model_b)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -230,6 +257,13 @@ class RatioStatistics:
         model: The model that is trained.
         at: Its coordinates at the start.
         history: One row per update: smallest, median and largest R, smallest and largest |v_r|.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> ratios = RatioStatistics.of(model)  # before training; after each step: ratios.update()
+    >>> ratios.update().shape
+    torch.Size([8])
+    >>> len(ratios.history)
+    1
     """
 
     model: nn.Module
@@ -242,6 +276,9 @@ class RatioStatistics:
         return RatioStatistics(model, coordinates(model, **{"reference": "balanced", "view": "exact", **options}))
 
     def __post_init__(self) -> None:
+        require_module(self.model)
+        if not isinstance(self.at, Coordinates):
+            raise TypeError(f"at is what coordinates returns (RatioStatistics.of), got {type(self.at).__name__}")
         self._before = self._values()
         if not len(self._before):
             raise ValueError("the model has no trained skeleton path: nothing in it can be rescaled")

@@ -63,6 +63,11 @@ def psi_flatness(
         samples: Number of random perturbations, uniform within the bound.
         loss: Of (outputs, targets); outputs in the model's current mode.
         at: Coordinates; otherwise `options` are for `coordinates` (exact view, balanced reference).
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> found = psi_flatness(net, torch.randn(16, 4), torch.randint(3, (16,)), radius=0.01)
+    >>> found.adversarial > 0
+    True
     """
     if bound not in ("absolute", "relative"):
         raise ValueError(f"bound must be 'absolute' or 'relative', got {bound!r}")

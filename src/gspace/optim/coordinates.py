@@ -25,7 +25,8 @@ from gspace.devices import on_cpu
 from gspace.optim.arguments import require_one_of
 from gspace.optim.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
 from gspace.optim.skeleton import Skeleton, build_skeleton, connected
-from gspace.optim.step import Layer, allocate_skeleton, allocate_weights, layers_of
+from gspace.optim.step import Layer, entries_after, layers_of, weights_after
+from gspace.sharding import refuse_sharded
 
 View = Literal["transparent", "exact"]
 
@@ -87,6 +88,7 @@ def coordinates(
     """
     require_one_of("view", view, ("transparent", "exact"))
     require_one_of("reference", reference, (None, "one", "balanced"))
+    refuse_sharded(dict(model.named_parameters()), "a path coordinate")
     found = analyzed(model, analysis, options, "pin")
     if view == "exact":
         found = _exact(found)
@@ -155,6 +157,7 @@ def off_skeleton(layer: Layer, weight: Tensor) -> Tensor:
 
 def path_values(at: Coordinates, weights: Mapping[str, Tensor]) -> PathValues:
     """The values of the basis paths; differentiable in `weights`, which are by parameter name."""
+    refuse_sharded(weights, "a path value")
     into, out = _products(at, weights)
     edges: dict[str, Tensor] = {}
     for layer in at.layers:
@@ -184,8 +187,8 @@ def displaced(at: Coordinates, weights: Mapping[str, Tensor], change: PathValues
         here, ones = every.to(weight.device), spread.to(weight.device)
         change_w = change.edges[layer.edges.name] / _factor(layer, view, into, out)
         full = torch.zeros_like(weight)
-        layer.edges.view(full).copy_(allocate_weights(layer, view, change_w, ones, ones, here, ones))
-        entries = allocate_skeleton(layer, weight[layer.entries], here, ones)
+        layer.edges.view(full).copy_(weights_after(layer, view, change_w, ones, ones, here, ones))
+        entries = entries_after(layer, weight[layer.entries], here, ones)
         result[layer.edges.name] = full.index_put(layer.entries, entries)
     return result
 

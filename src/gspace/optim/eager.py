@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gspace.optim import step
-from gspace.optim.step import BatchNormRule, Plan
+from gspace.optim.step import BatchNormRule, Coordinates, Flow, Plan
 
 Allocation = Literal["fixed", "spread"]
 
@@ -27,27 +27,21 @@ class Rules(NamedTuple):
     max_drift: float
 
 
-class Coordinates(NamedTuple):
-    """Ĩ and Õ, `(H + 1,)` each."""
-
-    incoming: Tensor
-    outgoing: Tensor
-
-
 def show(
     plan: Plan,
     rules: Rules,
     at: Coordinates,
+    sums: Flow,
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
     shown: Sequence[Tensor],
     path_grads: Sequence[Tensor],
 ) -> None:
     """Writes v and ∂ℓ/∂v into `shown` and `path_grads`, which are shaped like the weights."""
-    root_grad = step.root_gradient(plan, weights, grads, *at, rules.batch_norm)
+    root_grad = step.root_gradient(plan, sums, at)
     for layer, weight, grad, v, path_grad in zip(plan.layers, weights, grads, shown, path_grads, strict=True):
         view = layer.edges.view(weight)
-        layer.edges.view(v).copy_(step.path_values(layer, view, *at))
+        layer.edges.view(v).copy_(step.scaled(layer, view, *at))
         layer.edges.view(path_grad).copy_(step.path_gradient(layer, view, grad, *at, rules.batch_norm))
         v[layer.entries] = 0
         path_grad[layer.entries] = root_grad[layer.root].to(path_grad.dtype)
@@ -60,23 +54,19 @@ def allocate(
     value = at.incoming * at.outgoing
     change = torch.zeros_like(value)
     for layer, v in zip(plan.layers, shown, strict=True):
-        change = change.index_put((layer.root,), v[layer.entries].to(change.dtype))
-    change = torch.where(_is_root(plan.root), change, 0)
+        if layer.counts:
+            change = change.index_put((layer.root,), v[layer.entries].to(change.dtype))
+    change = torch.where(step.is_root(plan.root), plan.reduce(change), 0)
     ratio, raw = step.path_ratio(value, -change, 1.0, rules.max_ratio, rules.max_drift)
     every = ratio[plan.root]
     spread = every.abs().rsqrt() if rules.allocation == "spread" else torch.ones_like(every)
     for layer, weight, v in zip(plan.layers, weights, shown, strict=True):
         view = layer.edges.view(weight)
-        entries = step.allocate_skeleton(layer, weight[layer.entries], every, spread)
-        moved = layer.edges.view(v) - step.path_values(layer, view, *at)
-        view.copy_(step.allocate_weights(layer, view, moved, *at, every, spread))
+        entries = step.entries_after(layer, weight[layer.entries], every, spread)
+        moved = layer.edges.view(v) - step.scaled(layer, view, *at)
+        view.copy_(step.weights_after(layer, view, moved, *at, every, spread))
         weight[layer.entries] = entries
     return ratio, raw
-
-
-def _is_root(root: Tensor) -> Tensor:
-    unit = torch.arange(len(root), device=root.device)
-    return (root == unit) & (unit > 0)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -31,11 +31,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gspace.analysis import Analysis
 from gspace.devices import on_cpu
-from gspace.optim.choice import Chosen, require_finite
+from gspace.optim.arguments import require_finite
+from gspace.optim.choice import Chosen
 from gspace.optim.skeleton import NOT_TRAINED, Picked, by_edge, connected, largest_writers, skeleton_of, trained_units
-from gspace.optim.step import Layer, Plan, path_values
+from gspace.optim.step import Plan, scaled
+from gspace.sharding import weights_of
 
-Masks = Mapping[str, Tensor]
 SHARED = "rows before a norm share their scale with other weights"
 
 
@@ -70,8 +71,8 @@ def absorbed_rows(analysis: Analysis, dims: Mapping[str, int]) -> tuple[dict[str
 def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *, final: bool) -> Chosen:
     """in(u) of every exact unit in the weights of now. `analysis` is that of the model, not its exact view."""
     require_finite(model)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    dims = {name: p.dim() for name, p in weights.items()}
+    weights = weights_of(model)
+    dims = {name: p.dim() for name, p in model.named_parameters()}
     exact, mine = view(analysis), {id(p) for p in parameters if p.requires_grad}
     trained = {name for name, p in model.named_parameters() if id(p) in mine}
     edges, n = exact.transparent, exact.H_paper + 1
@@ -90,7 +91,7 @@ def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *
     layers = [e if dims[e.name] > 1 else replace(e, head=torch.zeros_like(e.head)) for e in edges]
     edge, index, other = largest_writers(layers, weights, gauge, ~normed)
     for k, units in enumerate(by_edge(edge, len(edges))):
-        value = weights[edges[k].name].cpu().reshape(-1)[index[units]].double()
+        value = weights[edges[k].name].detach().cpu().reshape(-1)[index[units]].double()
         references[0, units] = value * gauge[other[units]] / gauge[units]
     found = edge >= 0
     in_edge[found], in_index[found], parent[found] = edge[found], index[found], other[found]
@@ -118,7 +119,6 @@ def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *
 
 def show(
     plan: Plan,
-    masks: Sequence[Tensor | None],
     gauge: Tensor,
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -126,12 +126,10 @@ def show(
     path_grads: Sequence[Tensor],
 ) -> None:
     """Writes b and ∂ℓ/∂b, or 0 and ∂ℓ/∂t, into `shown` and `path_grads`."""
-    for layer, mask, weight, grad, v, path_grad in zip(
-        plan.layers, masks, weights, grads, shown, path_grads, strict=True
-    ):
-        view = layer.edges.view(weight)
-        b = path_values(layer, view, gauge, gauge.reciprocal())
-        g = path_values(layer, layer.edges.view(grad), gauge.reciprocal(), gauge)
+    for layer, weight, grad, v, path_grad in zip(plan.layers, weights, grads, shown, path_grads, strict=True):
+        view, mask = layer.edges.view(weight), layer.absorbed
+        b = scaled(layer, view, gauge, gauge.reciprocal())
+        g = scaled(layer, layer.edges.view(grad), gauge.reciprocal(), gauge)
         if mask is not None:
             rows = _shaped(mask, view)
             if weight.dim() == 1:  # a bias before a norm
@@ -145,15 +143,13 @@ def show(
         path_grad[layer.entries] = 0
 
 
-def allocate(
-    plan: Plan, masks: Sequence[Tensor | None], gauge: Tensor, weights: Sequence[Tensor], shown: Sequence[Tensor]
-) -> None:
+def allocate(plan: Plan, gauge: Tensor, weights: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
     """Gives what became of the coordinates to the weights, in place."""
-    for layer, mask, weight, v in zip(plan.layers, masks, weights, shown, strict=True):
-        view = layer.edges.view(weight)
-        b, d = path_values(layer, view, gauge, gauge.reciprocal()), layer.edges.view(v)
+    for layer, weight, v in zip(plan.layers, weights, shown, strict=True):
+        view, mask = layer.edges.view(weight), layer.absorbed
+        b, d = scaled(layer, view, gauge, gauge.reciprocal()), layer.edges.view(v)
         kept = weight[layer.entries]
-        change = path_values(layer, d - b, gauge.reciprocal(), gauge)
+        change = scaled(layer, d - b, gauge.reciprocal(), gauge)
         if mask is not None:
             rows = _shaped(mask, view)
             if weight.dim() == 1:
@@ -164,7 +160,7 @@ def allocate(
                 square = _dot(d, d)
                 length = (1 + square).sqrt()  # ‖t + d‖; without a change of t, nothing changes by a bit
                 turned = (d - t * (square / (1 + length))) / length * norm
-                change = torch.where(rows, path_values(layer, turned, gauge.reciprocal(), gauge), change)
+                change = torch.where(rows, scaled(layer, turned, gauge.reciprocal(), gauge), change)
         view.add_(change)
         weight[layer.entries] = kept
 
@@ -185,8 +181,3 @@ def _on_sphere(b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _projected(d: Tensor, t: Tensor) -> Tensor:
     return d - _dot(d, t) * t
-
-
-def masks_of(layers: Sequence[Layer], masks: Masks) -> list[Tensor | None]:
-    """The rows of each layer that a norm absorbs, on its device; None if there are none."""
-    return [None if (m := masks.get(x.edges.name)) is None else m.to(x.edges.head.device) for x in layers]

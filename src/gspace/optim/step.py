@@ -7,12 +7,16 @@ and behind a unit over their references: `incoming` Ĩ(u) = I(u)/I_ref(u) and `o
     v_e = w_e · Ĩ(tail e) · Õ(head e)     for an edge e that is not on the skeleton,
     v_r = Ĩ(r) · Õ(r)                     for the trained skeleton edge in(r) of a root r.
 
-A step is: the coordinates of the weights of now (`measure`), one reduction of w·g per unit (`flow`), arithmetic on unit
-vectors (`inverse_chain_rule`, `path_ratio`), and one update per weight (`allocate_weights`). Nothing is remembered
-between steps but the skeleton and its references, and nothing loops over units or depth.
+A step is: the coordinates of the weights of now and one reduction of w·g per unit (`observe`), arithmetic on unit
+vectors (`root_gradient`, `path_ratio`), and one update per weight (`weights_after`). Nothing is remembered between
+steps but the skeleton and its references, and nothing loops over units or depth.
+
+What is summed over weights of the whole network is a unit vector, and goes through `Plan.reduce`. So several processes
+may take a step together, each with a part of every parameter (`part`): their sums are added up there, nowhere else.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -22,6 +26,7 @@ from torch import Tensor
 from gspace.analysis import Edges
 from gspace.devices import on_cpu
 from gspace.optim.skeleton import Skeleton, by_edge
+from gspace.sharding import Reduce, alone
 
 Number = float | Tensor
 BatchNormRule = Literal["released", "paper", "exact"]
@@ -38,6 +43,8 @@ class Layer:
         free: Unit whose free weight the entry is, else 0, `(entries,)`.
         entry_tail: Unit that the entry reads, `(entries,)`.
         entry_head: Unit that the entry writes, `(entries,)`.
+        absorbed: Rows whose scale a norm absorbs, `(group, out)` bool, with `batch_norm="exact"`; None if none are.
+        counts: Whether its sums count: not if another process holds the same and counts them.
     """
 
     edges: Edges
@@ -46,6 +53,8 @@ class Layer:
     free: Tensor
     entry_tail: Tensor
     entry_head: Tensor
+    absorbed: Tensor | None = None
+    counts: bool = True
 
     def rows(self, vector: Tensor, like: Tensor) -> Tensor:
         """A unit vector at the heads, shaped to broadcast against the view of a weight."""
@@ -57,12 +66,25 @@ class Layer:
         return vector[self.edges.tail].reshape(g, 1, n, *[1] * (like.dim() - 3)).to(like.dtype)
 
 
+class Coordinates(NamedTuple):
+    """Ĩ and Õ, `(H + 1,)` each."""
+
+    incoming: Tensor
+    outgoing: Tensor
+
+
 class Flow(NamedTuple):
-    """Sums of s = w·g around each unit, `(H + 1,)` each: its out-edges, its free edge, in(u) if that is trained."""
+    """Sums around each unit, `(H + 1,)` each.
+
+    Attributes:
+        out, free, root: Sums of s = w·g over its out-edges, its free edge, in(u) if that is trained.
+        norm: What the released rule divides q by: the norm of the row at the tap of in(u), 1 without a BatchNorm.
+    """
 
     out: Tensor
     free: Tensor
     root: Tensor
+    norm: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,57 +94,61 @@ class Plan:
     Attributes:
         layers: The parameters that touch a unit.
         root: Root of each unit, `(H + 1,)`.
-        place: Where in(u) and then out(u) stand among the entries of all layers, counted from 1; 0 is ground.
-        reference: What they are divided by, float64. Both are `(2·(H + 1),)`.
+        place: Where in(u) and then out(u) stand among the entries of all layers, counted from 1; 0: elsewhere.
+        present: Whether there is such a weight at all: not for ground.
+        reference: What they are divided by, float64. All three are `(2·(H + 1),)`.
         following: Parent of each unit as one that is written, child as one that is read (plus H + 1). `(2·(H + 1),)`.
         jumps: Where walks along `following` have come after 1, 2, 4 … steps, until all are at ground.
+        reduce: Adds up what every process has summed over its weights.
     """
 
     layers: tuple[Layer, ...]
     root: Tensor
     place: Tensor
+    present: Tensor
     reference: Tensor
     following: Tensor
     jumps: tuple[Tensor, ...]
+    reduce: Reduce = alone
 
 
-def plan(skeleton: Skeleton, weights: Mapping[str, Tensor], references: Tensor, also: Collection[str] = ()) -> Plan:
-    """For a skeleton in these weights, and the references of in(u) and out(u); `also` names layers without units."""
-    layers = layers_of(skeleton, weights, also)
-    device = weights[layers[0].edges.name].device if layers else torch.device("cpu")
+def plan(skeleton: Skeleton, layers: Sequence[Layer], references: Tensor, reduce: Reduce = alone) -> Plan:
+    """For a skeleton, its layers, or the parts of them that are here, and the references of in(u) and out(u)."""
+    device = layers[0].root.device if layers else torch.device("cpu")
     n = skeleton.H + 1
     place = torch.zeros(2 * n, dtype=torch.long, device=device)
     count = 1
     for layer in layers:
         number = torch.arange(count, count + len(layer.root), device=device)
-        place[layer.root], place[n + layer.free] = number, number
         count += len(number)
+        if layer.counts:
+            place[layer.root], place[n + layer.free] = number, number
     place[0] = place[n] = 0
     root, parent = skeleton.root.to(device), skeleton.parent.to(device)
     units = torch.arange(n, device=device)
     place[:n] = torch.where(root == units, place[:n], place[n + parent])  # in(u) of another unit is out(parent)
-    place[0] = 0
     following = torch.cat([parent, skeleton.child.to(device) + n])
     jumps, at = [], following
     while bool((at % n > 0).any()):
         jumps.append(at)
         at = at[at]
-    return Plan(tuple(layers), root, place, references.to(device).reshape(-1), following, tuple(jumps))
+    present = torch.cat([skeleton.in_edge, skeleton.out_edge]).to(device) >= 0
+    return Plan(tuple(layers), root, place, present, references.to(device).reshape(-1), following, tuple(jumps), reduce)
 
 
 @on_cpu
-def layers_of(skeleton: Skeleton, weights: Mapping[str, Tensor], also: Collection[str] = ()) -> list[Layer]:
-    """Every parameter that touches a unit, and those of the names in `also`."""
-    layers = []
+def layers_of(
+    skeleton: Skeleton, weights: Mapping[str, Tensor], absorbed: Mapping[str, Tensor] | None = None
+) -> list[Layer]:
+    """Every parameter that touches a unit, or has rows that a norm absorbs."""
+    layers, masks = [], absorbed or {}
     trained = torch.where(skeleton.root == torch.arange(skeleton.H + 1), skeleton.in_edge, -1)
     into, out = (by_edge(which, len(skeleton.edges)) for which in (trained, skeleton.out_edge))
     for e, roots, free in zip(skeleton.edges, into, out, strict=True):
-        if e.name not in also and not bool(e.head.any() | e.tail.any()):
+        if e.name not in masks and not bool(e.head.any() | e.tail.any()):
             continue
-        weight = weights[e.name]
-        flat = torch.cat([skeleton.in_index[roots], skeleton.out_index[free]])
-        place = torch.unravel_index(flat, weight.shape)
-        none = torch.zeros_like
+        weight, none = weights[e.name], torch.zeros_like
+        place = torch.unravel_index(torch.cat([skeleton.in_index[roots], skeleton.out_index[free]]), weight.shape)
         device = weight.device
         layers.append(
             Layer(
@@ -132,22 +158,64 @@ def layers_of(skeleton: Skeleton, weights: Mapping[str, Tensor], also: Collectio
                 torch.cat([none(roots), free]).to(device),
                 torch.cat([skeleton.parent[roots], free]).to(device),
                 torch.cat([roots, skeleton.child[free]]).to(device),
+                masks[e.name].to(device) if e.name in masks else None,
             )
         )
     return layers
 
 
-def measure(plan: Plan, weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Ĩ and Õ in the weights of now, `(H + 1,)` each: products of skeleton weights over their references.
+def part(layer: Layer, shape: Sequence[int], dim: int, start: int, stop: int) -> Layer:
+    """The layer of `weight.narrow(dim, start, stop - start)`, for a weight of this shape.
 
-    By pointer doubling: what a unit has collected along its first k steps, times what the unit it has come to has.
+    Raises:
+        ValueError: It has rows before a norm, and would have parts of them. Their norms are no sums over units.
     """
+    e, mask = layer.edges, layer.absorbed
+    single = len(shape) == 1 or e.head.numel() == math.prod(shape)  # one weight for each output
+    if not single and (dim > 1 or (dim == 0) == e.swap) and (e.normalized or mask is not None):
+        raise ValueError(f"{e.name} has rows before a norm, which cannot be divided: shard its outputs instead")
+    inside = (layer.entries[dim] >= start) & (layer.entries[dim] < stop)
+    return replace(
+        layer,
+        edges=e.part(shape, dim, start, stop),
+        entries=tuple(i[inside] - (start if d == dim else 0) for d, i in enumerate(layer.entries)),
+        root=layer.root[inside],
+        free=layer.free[inside],
+        entry_tail=layer.entry_tail[inside],
+        entry_head=layer.entry_head[inside],
+        absorbed=None if mask is None else replace(e, head=mask).part(shape, dim, start, stop).head,
+    )
+
+
+def observe(
+    plan: Plan, weights: Sequence[Tensor], grads: Sequence[Tensor], dtype: torch.dtype, rule: BatchNormRule
+) -> tuple[Coordinates, Flow]:
+    """The coordinates of the weights of now, and the sums of w·g: all that a step has to know of the whole network."""
+    n = len(plan.root)
+    sums = _flow(plan.layers, weights, grads, torch.zeros(n, dtype=dtype, device=plan.root.device), rule)
+    everything = plan.reduce(torch.cat([_values(plan, weights), *sums]))
+    out, free, root, norm = everything[2 * n :].to(dtype).chunk(4)
+    return _products(plan, everything[: 2 * n], dtype), Flow(out, free, root, torch.where(norm > 0, norm, 1))
+
+
+def measure(plan: Plan, weights: Sequence[Tensor], dtype: torch.dtype) -> Coordinates:
+    """Ĩ and Õ in the weights of now, `(H + 1,)` each: products of skeleton weights over their references."""
+    return _products(plan, plan.reduce(_values(plan, weights)), dtype)
+
+
+def _values(plan: Plan, weights: Sequence[Tensor]) -> Tensor:
+    """Values of in(u) and out(u), `(2·(H + 1),)`; 0 for those that are elsewhere."""
     parts = [weight[layer.entries].double() for layer, weight in zip(plan.layers, weights, strict=True)]
-    ratio = torch.cat([plan.reference.new_ones(1), *parts])[plan.place] / plan.reference
+    return torch.cat([plan.reference.new_zeros(1), *parts])[plan.place]
+
+
+def _products(plan: Plan, values: Tensor, dtype: torch.dtype) -> Coordinates:
+    """By pointer doubling: what a unit has collected along its first steps, times what the one it has come to has."""
+    ratio = torch.where(plan.present, values / plan.reference, 1)
     for at in plan.jumps:
         ratio = ratio * ratio[at]
     into, out = ratio.to(dtype).chunk(2)
-    return into, out
+    return Coordinates(into, out)
 
 
 def row_norms(view: Tensor, rule: BatchNormRule) -> Tensor:
@@ -156,28 +224,33 @@ def row_norms(view: Tensor, rule: BatchNormRule) -> Tensor:
     return view.square().sum(dims, keepdim=True).sqrt()
 
 
-def flow(
+def _flow(
     layers: Sequence[Layer], weights: Sequence[Tensor], grads: Sequence[Tensor], like: Tensor, rule: BatchNormRule
 ) -> Flow:
-    """Reduces s = w·g to unit vectors.
+    """Reduces s = w·g to unit vectors; `norm` is 0 where there is none.
 
     With BatchNorm the paper multiplies every gradient of a row by its norm n; the released code leaves these sums alone
     and divides what arrives at a trained skeleton weight by n at its tap.
     """
-    out, free, root = (torch.zeros_like(like) for _ in range(3))
+    out, free, root, norm = (torch.zeros_like(like) for _ in range(4))
     for layer, weight, grad in zip(layers, weights, grads, strict=True):
+        if not layer.counts:
+            continue
         w, g = layer.edges.view(weight), layer.edges.view(grad)
         at_entries = (weight[layer.entries] * grad[layer.entries]).to(like.dtype)
         s = w * g
-        if layer.edges.normalized and rule == "paper":
+        if layer.edges.normalized:
             n = row_norms(w, rule)
-            s = s * n
-            at_entries = at_entries * _at(layer, n, weight)
+            n_entries = _at(layer, n, weight).to(like.dtype)
+            if rule == "paper":
+                s, at_entries = s * n, at_entries * n_entries
+            else:
+                norm = norm.index_put((layer.root,), n_entries)
         columns = s.sum([1, *range(3, s.dim())])
         out = out.index_add(0, layer.edges.tail.reshape(-1), columns.reshape(-1).to(like.dtype))
         free = free.index_add(0, layer.free, at_entries)
         root = root.index_add(0, layer.root, at_entries)
-    return Flow(out, free, root)
+    return Flow(out, free, root, norm)
 
 
 def _at(layer: Layer, n: Tensor, weight: Tensor) -> Tensor:
@@ -187,26 +260,21 @@ def _at(layer: Layer, n: Tensor, weight: Tensor) -> Tensor:
     return full[layer.entries]
 
 
-def inverse_chain_rule(sums: Flow, root: Tensor) -> Tensor:
-    """q = v·∂ℓ/∂v of the trained skeleton paths, `(H + 1,)`, 0 for units that are no root (Sec. 4.2).
+def root_gradient(plan: Plan, sums: Flow, at: Coordinates) -> Tensor:
+    """∂ℓ/∂v of the trained skeleton paths, `(H + 1,)`, 0 for units that are no root: the inverse chain rule (Sec. 4.2).
 
-    Every basis path that starts like in-path(d), root(d) = r, contains in(r). Hence s at in(r) is q(r) plus the q of
-    all non-free out-edges behind it, and those add up to their s:
+    Every basis path that starts like in-path(d), root(d) = r, contains in(r). Hence s at in(r) is q(r) = v·∂ℓ/∂v plus
+    the q of all non-free out-edges behind it, and those add up to their s:
         q(r) = s(in r) − Σ_{d: root(d) = r} (Σ s over out-edges of d − s of its free edge).
     """
-    behind = torch.zeros_like(sums.out).index_add(0, root, sums.out - sums.free)
+    behind = torch.zeros_like(sums.out).index_add(0, plan.root, sums.out - sums.free)
+    q = torch.where(is_root(plan.root), sums.root - behind, 0)
+    return q / sums.norm / (at.incoming * at.outgoing)
+
+
+def is_root(root: Tensor) -> Tensor:
     unit = torch.arange(len(root), device=root.device)
-    return torch.where((root == unit) & (unit > 0), sums.root - behind, 0)
-
-
-def root_norms(layers: Sequence[Layer], weights: Sequence[Tensor], like: Tensor, rule: BatchNormRule) -> Tensor:
-    """What the released rule divides q by: n at the tap of in(r), 1 where no BatchNorm follows, `(H + 1,)`."""
-    norm = torch.ones_like(like)
-    for layer, weight in zip(layers, weights, strict=True):
-        if layer.edges.normalized and rule == "released":
-            n = _at(layer, row_norms(layer.edges.view(weight), rule), weight).to(like.dtype)
-            norm = norm.index_put((layer.root,), torch.where(layer.root > 0, n, 1))
-    return norm
+    return (root == unit) & (unit > 0)
 
 
 def path_ratio(
@@ -229,7 +297,7 @@ def path_ratio(
     return ratio, raw
 
 
-def path_values(layer: Layer, view: Tensor, incoming: Tensor, outgoing: Tensor) -> Tensor:
+def scaled(layer: Layer, view: Tensor, incoming: Tensor, outgoing: Tensor) -> Tensor:
     """v = w·Ĩ(tail)·Õ(head) of the edges that are not on the skeleton; entries that are have no meaning."""
     return view * layer.columns(incoming, view) * layer.rows(outgoing, view)
 
@@ -244,20 +312,7 @@ def path_gradient(
     return g * layer.columns(incoming.reciprocal(), view) * layer.rows(outgoing.reciprocal(), view)
 
 
-def root_gradient(
-    plan: Plan,
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    incoming: Tensor,
-    outgoing: Tensor,
-    rule: BatchNormRule,
-) -> Tensor:
-    """∂ℓ/∂v of the trained skeleton paths, `(H + 1,)`, 0 for units that are no root."""
-    q = inverse_chain_rule(flow(plan.layers, weights, grads, incoming, rule), plan.root)
-    return q / root_norms(plan.layers, weights, incoming, rule) / (incoming * outgoing)
-
-
-def allocate_weights(
+def weights_after(
     layer: Layer, view: Tensor, change: Tensor, incoming: Tensor, outgoing: Tensor, ratio: Tensor, spread: Tensor
 ) -> Tensor:
     """Weights after the step, for edges that are not on the skeleton (Weight-Allocation, Sec. 4.3).
@@ -271,7 +326,7 @@ def allocate_weights(
     return moved * layer.columns((ratio * spread).reciprocal(), view) * layer.rows(spread, view)
 
 
-def allocate_skeleton(layer: Layer, values: Tensor, ratio: Tensor, spread: Tensor) -> Tensor:
+def entries_after(layer: Layer, values: Tensor, ratio: Tensor, spread: Tensor) -> Tensor:
     """Skeleton entries after the step: free ones keep their value, in(r) takes R(r)/R(tail); both follow c."""
     change = ratio[layer.root] / torch.where(layer.root > 0, ratio[layer.entry_tail], 1)
     return values * (change * spread[layer.entry_head] / spread[layer.entry_tail]).to(values.dtype)

@@ -29,6 +29,7 @@ from gspace.optim.skeleton import Skeleton
 
 Step = tuple[int, int]  # index into the edges, flat index into that parameter
 Path = tuple[Step, ...]
+"""The weights on the way from ground to ground, one after the other."""
 Update = Callable[[Tensor, Tensor], Tensor]  # (v, ∂ℓ/∂v) → v'
 
 LIMIT = 200_000  # paths; a structure matrix of some hundred weights then still fits in memory
@@ -54,10 +55,12 @@ class Wiring:
 
     @property
     def m(self) -> int:
+        """Number of weights."""
         return self.head.numel()
 
     @property
     def H(self) -> int:
+        """Number of units."""
         return int(torch.cat([self.head, self.tail, self.head.new_zeros(1)]).max())
 
     @on_cpu

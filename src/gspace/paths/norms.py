@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Inputs
+from gspace.optim.arguments import number
 from gspace.optim.coordinates import Coordinates, PathValues, coordinates, path_values
 from gspace.optim.reference import Reference
 from gspace.paths.pathsum import PathGraph, path_graph
@@ -68,8 +69,10 @@ def path_norm(
     >>> round(float(norm), 4)
     36.0
     """
-    if not 1 <= p <= LARGEST:
-        raise ValueError(f"p must be at least 1 and at most {LARGEST}, got {p}")
+    if not 1 <= number(p) <= LARGEST:
+        raise ValueError(f"p must be at least 1 and at most {LARGEST}, got {p!r}")
+    if graph is not None and not isinstance(graph, PathGraph):
+        raise TypeError(f"graph is what path_graph returns, got {type(graph).__name__}")
     total = (graph if graph is not None else path_graph(model, example_input)).sum(p)
     log = total.values.log() if total.exponent is None else total.values.log() + total.exponent * math.log(2)
     wide = any(t.dtype in (torch.float64, torch.complex128) for t in model.parameters())
@@ -103,9 +106,13 @@ def basis_path_norm(
         order: s; every finite one is a smooth bound of the maximum from above.
         at: Coordinates of an earlier state of the model; otherwise `reference` and `options` are for `coordinates`,
             in the exact view, which no rescaling changes with BatchNorm either.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> bool(basis_path_norm(net) > 0)
+    True
     """
-    if not order >= 1:
-        raise ValueError(f"order must be at least 1, got {order}")
+    if not number(order) >= 1:
+        raise ValueError(f"order must be at least 1, got {order!r}")
     at = at if at is not None else coordinates(model, reference=reference, **{"view": "exact", **options})
     return _norm_of(path_values(at, dict(model.named_parameters())), order)
 
@@ -130,6 +137,10 @@ class BasisPathPenalty:
         order: s of "sup".
         at: Coordinates to use.
         reference, options: For `coordinates`, otherwise.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> penalty = BasisPathPenalty(1e-4)
+    >>> loss = net(torch.ones(1, 2)).sum() + penalty(net)
     """
 
     def __init__(
@@ -146,8 +157,8 @@ class BasisPathPenalty:
             raise ValueError(f"mode must be one of {', '.join(map(repr, _PENALTIES))}, got {mode!r}")
         if isinstance(weight, nn.Module):
             raise TypeError("the first argument is the weight λ; the model is given when the penalty is called")
-        if not weight >= 0 or not 1 < order < math.inf:
-            raise ValueError(f"weight must not be negative and order lie between 1 and ∞, got {weight} and {order}")
+        if not number(weight) >= 0 or not 1 < number(order) < math.inf:
+            raise ValueError(f"weight must not be negative and order lie between 1 and ∞, got {weight!r} and {order!r}")
         self.weight, self.mode, self.order = weight, mode, order
         self._at, self._options = at, {"reference": reference, **options}
         self._coordinates: WeakKeyDictionary[nn.Module, Coordinates] = WeakKeyDictionary()

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from gspace.analysis import Analysis, Edges, Inputs, TraceError, analyze, unwrap
+from gspace.analysis import Analysis, Edges, Inputs, TraceError, analyze, analyzed, require_module, unwrap
 from gspace.analysis.examples import batches, guesses
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.analysis.result import starred
 from gspace.quantization.find import layer
 from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, common
+from gspace.sharding import refuse_sharded
 
 TOLERANCE = 1e-5  # of the output, on a float64 copy: what a model computes in float32 moves by 1e-7
 
@@ -42,6 +43,13 @@ class Problem(NamedTuple):
 
     text: str
     change: float | None
+
+
+def _analyzed(model: nn.Module, example_input: Inputs | None, analysis: Analysis | None) -> tuple[nn.Module, Analysis]:
+    require_module(model)
+    inner = unwrap(model)
+    refuse_sharded(dict(inner.named_parameters()), "a mapping")
+    return inner, analyze(inner, example_input) if analysis is None else analyzed(inner, analysis, {})
 
 
 def check_mappings(
@@ -64,9 +72,16 @@ def check_mappings(
 
     Every entry is also applied to a float64 copy of the model. The line says how far the output moves, relative to its
     largest value. Problems that repeat from layer to layer are one line, with * for the layer's number.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> check_mappings(net, [("0", ["2"])])
+    []
+    >>> check_mappings(net, [("0", ["3"])])
+    ["the model has no layer '3'"]
     """
-    model = unwrap(model)
-    found = analyze(model, example_input) if analysis is None else analysis
+    if not isinstance(table, Iterable):
+        raise TypeError(f"a table is a list of entries (smooth_layer, [balance_layers]), got {type(table).__name__}")
+    model, found = _analyzed(model, example_input, analysis)
     there = find(model, analysis=found)
     layers = _layers(model, found)
     pairs = [_pair(entry) for entry in table]
@@ -87,9 +102,14 @@ def effects(
     analysis: Analysis | None = None,
     seed: int = 0,
 ) -> list[tuple[Entry, float | None]]:
-    """Every entry in the model's own names, and how far the output moves if it alone is applied; None: it cannot be."""
-    model = unwrap(model)
-    found = analyze(model, example_input) if analysis is None else analysis
+    """Every entry in the model's own names, and how far the output moves if it alone is applied; None: it cannot be.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    >>> [(entry, change)] = effects(net, [("0", ["2"])], torch.randn(5, 4).double())
+    >>> change < 1e-12
+    True
+    """
+    model, found = _analyzed(model, example_input, analysis)
     tried = _tried(model, [_pair(entry) for entry in table], example_input, found, find(model, analysis=found), seed)
     return [(entry, change) for entry, _, change in tried]
 

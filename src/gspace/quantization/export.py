@@ -33,6 +33,11 @@ def smoothquant(model: nn.Module, mappings: Iterable[Mapping]) -> list[list[Any]
     """Entries `[balance_layers, smooth_layer]` of `SmoothQuantModifier(mappings=…)`, for norms.
 
     Its statistic is the smooth layer's output, which is what the balance layers read only behind a norm.
+
+    >>> import gspace, torch
+    >>> net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3))
+    >>> smoothquant(net, gspace.mappings(net, torch.randn(2, 4)))
+    [[['1'], '0']]
     """
     return [
         [list(m.balance_layers), m.smooth_layer]

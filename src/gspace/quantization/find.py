@@ -4,7 +4,8 @@ A parameter scales with x[head] − x[tail], ids that are units or linear forms 
 group of units, the boxes of each parameter in which they lie along one dimension, and the power with which they count.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from collections.abc import Mapping as Table
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from gspace.analysis.assemble import membership
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_seen
 from gspace.quantization.mapping import Hook, Mapping, Mappings, Side
+from gspace.sharding import refuse_sharded
 
 KINDS = ("attention", "gate", "relu")  # what a scale goes through, the first that applies
 
@@ -52,6 +54,7 @@ def mappings(
     given = {} if example_input is None else {"example_input": example_input}
     found = analyzed(unwrap(model), analysis, {**options, **given})
     require_seen(found)
+    refuse_sharded(dict(model.named_parameters()), "a mapping")
     return on_cpu(_mappings)(unwrap(model), found)
 
 
@@ -67,7 +70,8 @@ def _mappings(model: nn.Module, found: Analysis) -> Mappings:
         for box in _boxes(e, tuple(parameters[e.name].shape), found, member, place):
             boxes.setdefault(box.group, []).append(box)
     units = [torch.zeros(0, dtype=torch.long)] if not total else list(_members(member))
-    made = [_mapping(model, found, units[k], listed) for k, listed in sorted(boxes.items())]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    made = [_mapping(modules, parameters, found, units[k], listed) for k, listed in sorted(boxes.items())]
     return Mappings(m for m in made if m is not None)
 
 
@@ -86,14 +90,20 @@ def _places(member: Tensor) -> Tensor:
     return place
 
 
-def _mapping(model: nn.Module, found: Analysis, units: Tensor, boxes: Sequence[Box]) -> Mapping | None:
-    names = {name for name, _ in model.named_parameters()}
+def _mapping(
+    modules: Table[str, nn.Module],
+    parameters: Table[str, Tensor],
+    found: Analysis,
+    units: Tensor,
+    boxes: Sequence[Box],
+) -> Mapping | None:
     sources = [b.side for b in boxes if b.side.exponent > 0]
     sinks = [b.side for b in boxes if b.side.exponent < 0]
-    writers, readers = (tuple(dict.fromkeys(layer(s.parameter, names) for s in sides)) for sides in (sources, sinks))
+    writers, readers = (
+        tuple(dict.fromkeys(layer(s.parameter, parameters) for s in sides)) for sides in (sources, sinks)
+    )
     if not writers or not readers:
         return None
-    parameters = dict(model.named_parameters())
     first = int(units[0])
     through = [kind for kind in KINDS if first in found.passes.get(kind, ())]
     if not all(b.reads for b in boxes if b.side.exponent < 0):
@@ -102,11 +112,11 @@ def _mapping(model: nn.Module, found: Analysis, units: Tensor, boxes: Sequence[B
         kind = "norm"
     else:
         kind = through[0] if through else "linear"
-    hook = None if kind == "query-key" else _hook(model, kind, writers, sinks, names)
+    hook = None if kind == "query-key" else _hook(modules, kind, writers, sinks, parameters)
     return Mapping(writers[0], readers, len(units), kind, tuple(sources), tuple(sinks), hook, writers, short(units))
 
 
-def layer(parameter: str, names: set[str]) -> str:
+def layer(parameter: str, names: Container[str]) -> str:
     """The module whose weight or bias this is; a parameter of another name stands for itself."""
     module, _, leaf = parameter.rpartition(".")
     weight = leaf.replace("bias", "weight")
@@ -116,8 +126,9 @@ def layer(parameter: str, names: set[str]) -> str:
     return whole if whole in names else parameter
 
 
-def _hook(model: nn.Module, kind: str, writers: Sequence[str], sinks: Sequence[Side], names: set[str]) -> Hook | None:
-    modules = dict(model.named_modules(remove_duplicate=False))
+def _hook(
+    modules: Table[str, nn.Module], kind: str, writers: Sequence[str], sinks: Sequence[Side], names: Container[str]
+) -> Hook | None:
     if kind == "norm" and len(writers) == 1 and writers[0] in modules:
         return Hook(writers[0], "output")
     for side in sinks:
@@ -177,6 +188,9 @@ def _ids(e: Edges, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 def _terms(ids: Tensor, total: int, forms: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Units and coefficients of linear forms; terms of the same unit group in different forms stay together."""
+    if int(ids.max()) <= total:
+        yield ids, torch.ones(1, dtype=torch.float64)
+        return
     present = ids.unique()
     behind = [i for i in present.tolist() if i > total]
     longest = max([1, *(len(forms[i]) for i in behind)])

@@ -21,9 +21,11 @@ from gspace.optim.arguments import require_one_of, require_values
 from gspace.quantization.find import channel_dim, layer
 from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, Side
+from gspace.sharding import refuse_sharded
 
 By = Literal["max-abs", "l2"]
 SWEEPS = 500  # at most
+AHEAD = 1.7  # a step goes this much farther: else scales creep along chains of layers (over-relaxation; below 2)
 SMALLEST = 1e-5  # a smoothing scale is never smaller, as in the code of others
 EXAMPLES = 3  # batches that a model is analyzed with
 
@@ -48,17 +50,24 @@ def equalize_(
         tolerance: Channels take turns until no log-scale moves by more.
 
     A channel that is written or read by zeros alone keeps its scale.
+
+    >>> net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
+    >>> net[0].weight.data, net[2].weight.data = torch.tensor([[1.0, 4.0]]), torch.tensor([[9.0]])
+    >>> scales = equalize_(net, "max-abs", example_input=torch.ones(1, 2))
+    >>> [round(layer.weight.abs().max().item(), 4) for layer in (net[0], net[2])]
+    [6.0, 6.0]
     """
     require_one_of("by", by, ("max-abs", "l2"))
     model = unwrap(model)
     require_values(model)
+    refuse_sharded(dict(model.named_parameters()), "a mapping")
     found, chosen = _chosen(model, mappings, example_input, analysis)
     squares = _squares(dict(model.named_parameters()), chosen, by)
     log = torch.zeros(found.H, dtype=torch.float64, device="cpu")
     for _ in range(SWEEPS):
         moved = 0.0
         for m in chosen:
-            step = _step(m, squares, by)
+            step = AHEAD * _step(m, squares, by)
             for side in (*m.sources, *m.sinks):
                 _multiply(squares[side.parameter], side, 2 * step)
             log[torch.tensor(list(m.units)) - 1] += step
@@ -86,11 +95,19 @@ def smooth_(
         alpha: 0 leaves the weights even, 1 the activations.
         mappings: Those to use; if None, the norms', as in SmoothQuant.
         analysis: What `analyze` has found; if None, it is run on the first batches.
+
+    >>> net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3))
+    >>> x = torch.randn(8, 4)
+    >>> before = net(x)
+    >>> scales = smooth_(net, [x])
+    >>> torch.allclose(net(x), before, atol=1e-5)
+    True
     """
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be from 0 to 1, got {alpha!r}")
     model = unwrap(model)
     require_values(model)
+    refuse_sharded(dict(model.named_parameters()), "a mapping")
     listed = _batches(batches)
     found, chosen = _chosen(model, mappings, listed[:EXAMPLES], analysis)
     if mappings is None:
