@@ -25,6 +25,7 @@ from gspace.optim.arguments import require_finite
 
 Choice = Literal["aligned", "pivoted"]
 Side = Literal["head", "tail"]
+BLOCK = 1 << 18  # weights that are looked at together
 SIDES: tuple[Side, Side] = ("head", "tail")
 NOT_TRAINED = "touch a parameter that is not trained (frozen, or not in params=)"
 COEFFICIENTS = "scale with other coefficients than one (queries and keys, squares, gains written 1 + w)"
@@ -316,14 +317,17 @@ def _largest(e: Edges, weight: Tensor, factor: Tensor, side: Side) -> tuple[Tens
 
     `factor` is of the other end, `(group, m)`.
     """
-    view = e.view(magnitude(weight) if weight.is_complex() else weight.abs()).cpu()
-    view = view.reshape(*view.shape[:3], math.prod(view.shape[3:]))
-    sizes, taps = view.max(3) if view.shape[3] > 1 else (view[..., 0], None)
-    dim = 2 if side == "head" else 1
-    best, end = (sizes * factor.unsqueeze(3 - dim)).max(dim)
-    if taps is None:
-        return best, end, torch.zeros_like(end)
-    return best, end, taps.gather(dim, end.unsqueeze(dim)).squeeze(dim)
+    view = e.view(weight).flatten(3) if e.view(weight).dim() > 3 else e.view(weight).unsqueeze(3)
+    dim, kept = (2, 1) if side == "head" else (1, 2)
+    found = []
+    for some in view.split(max(1, BLOCK * view.shape[kept] // max(1, view.numel())), kept):
+        sizes = (magnitude(some) if some.is_complex() else some.abs()).cpu()
+        sizes, taps = sizes.max(3) if sizes.shape[3] > 1 else (sizes[..., 0], None)
+        best, end = (sizes * factor.unsqueeze(kept)).max(dim)
+        tap = torch.zeros_like(end) if taps is None else taps.gather(dim, end.unsqueeze(dim)).squeeze(dim)
+        found.append((best, end, tap))
+    best, end, tap = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    return best, end, tap
 
 
 def flat_index(e: Edges, shape: torch.Size, group: Tensor, out: Tensor, into: Tensor, tap: Tensor) -> Tensor:
