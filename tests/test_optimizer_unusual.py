@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gspace
@@ -278,20 +276,6 @@ def test_a_scripted_part_gets_the_plain_step(kind: Kind) -> None:
         model(torch.randn(5, 6)).square().mean().backward()
         optimizer.step()
     assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
-
-
-def test_sharded_parameters_are_refused_by_name() -> None:
-    """As FSDP2 makes them."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        mesh = init_device_mesh("cpu", (1,))
-        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
-        for make in (gspace.GSGD, gspace.PathSGD):
-            with pytest.raises(ValueError, match=r"parameter '0\.weight' is a DTensor"):
-                make(model, 0.1)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @ways

@@ -114,12 +114,11 @@ def test_a_layout_that_changes_is_followed() -> None:
 def test_a_captured_step_is_the_step(inner: str) -> None:
     kind, options = INNER[inner]
     models = [NETWORKS["convolutional"][0]().cuda() for _ in range(2)]
+    x = torch.zeros(1, 3, 8, 8, device="cuda")
     models[1].load_state_dict(models[0].state_dict())
     more: dict[str, Any] = {"capturable": True} if inner == "AdamW" else {"fused": True}
     optimizers = [
-        gspace.InGSpace(
-            m, kind, lr=torch.tensor(0.01, device="cuda"), **options, **more, example_input=torch.zeros(1, 3, 8, 8)
-        )
+        gspace.InGSpace(m, kind, lr=torch.tensor(0.01, device="cuda"), **options, **more, example_input=x)
         for m in models
     ]
     for m, optimizer in zip(models, optimizers, strict=True):

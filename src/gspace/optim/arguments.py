@@ -9,6 +9,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import Optimizer
 
 from gspace.analysis import Analysis, Inputs, require_module
+from gspace.sharding import local, refuse_flat
+from gspace.sharding import require as require_all
 
 
 def require_model(model: Any) -> None:
@@ -19,24 +21,24 @@ def require_model(model: Any) -> None:
     for name, p in model.named_parameters():
         if not isinstance(p, UninitializedParameter) and p.is_inference():
             raise ValueError(f"parameter {name!r} was made under torch.inference_mode and cannot be trained")
-        if type(p.data).__name__ == "DTensor":
-            raise ValueError(
-                f"parameter {name!r} is a DTensor (FSDP2 and tensor parallelism make them): "
-                "a step needs whole weights, as ordinary tensors"
-            )
 
 
 def require_values(model: Any) -> None:
     require_module(model)
+    refuse_flat(model)
     for name, p in model.named_parameters():
         if p.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
 
 
 def require_finite(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if not (bool(p.sum().isfinite()) or bool(p.isfinite().all())):  # a sum may overflow
-            raise ValueError(f"{name} is not finite: no skeleton can be chosen in such a network")
+    parameters = dict(model.named_parameters())
+    bad = next((name for name, p in parameters.items() if not _finite(local(p))), None)
+    require_all(parameters, f"{bad} is not finite: no skeleton can be chosen in such a network" if bad else "")
+
+
+def _finite(t: Tensor) -> bool:
+    return bool(t.sum().isfinite()) or bool(t.isfinite().all())  # a sum may overflow, and needs no memory
 
 
 def require_seen(analysis: Analysis) -> None:

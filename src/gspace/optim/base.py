@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gspace.analysis import Analysis, Inputs, analyzed
-from gspace.optim import choice, eager, exact, fast
+from gspace.optim import choice, eager, exact, fast, shards
 from gspace.optim.arguments import (
     given,
     guards,
@@ -32,11 +32,12 @@ from gspace.optim.choice import Chosen
 from gspace.optim.eager import Allocation, Rules, wide
 from gspace.optim.fast.network import Network, Task
 from gspace.optim.fast.tables import Tile
-from gspace.optim.held import Held, State, load_whole, portable, require_finite_gradients
+from gspace.optim.held import Held, State, doubt_of_gradients, load_whole, portable
 from gspace.optim.hooks import hooked, loss_of
 from gspace.optim.reference import Reference
 from gspace.optim.skeleton import Skeleton
 from gspace.optim.step import BatchNormRule, Coordinates, measure, observe
+from gspace.sharding import Together, any_sharded, local, local_gradient, refuse_redundancy, reshard
 
 _OF_GROUPS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
@@ -65,6 +66,7 @@ class GSpaceOptimizer(Optimizer):
         allocation: Allocation,
     ) -> None:
         require_model(model)
+        refuse_redundancy(type(self).__name__)
         require_one_of("batch_norm", batch_norm, ("released", "paper", "exact"))
         require_one_of("reference", reference, (None, "one", "balanced"))
         require_one_of("allocation", allocation, ("fixed", "spread"))
@@ -72,7 +74,7 @@ class GSpaceOptimizer(Optimizer):
         if batch_norm == "exact" and (allocation == "spread" or reference is not None):
             raise ValueError("batch_norm='exact' has coordinates of its own: it takes no allocation and no reference")
         require_numbers(defaults)
-        self.model = model
+        self.model, self._sharded = model, any_sharded(model)
         self.batch_norm, self.allocation = batch_norm, allocation
         self.max_ratio, self.max_drift = bounds
         super().__init__(list(model.parameters()) if params is None else params, defaults)
@@ -140,7 +142,8 @@ class GSpaceOptimizer(Optimizer):
                 f"the first step of {type(self).__name__} chooses its skeleton, which a CUDA graph cannot hold: "
                 "take a step before the capture, or call rechoose()"
             )
-        require_finite_gradients(self.model, self._parameters())
+        shards.require_gradients(self.model, self._parameters())
+        shards.require_alike(self.model)
         self.adopt(self._choose(final=self._moving()))
         assert self._built is not None
         return self._built
@@ -186,7 +189,7 @@ class GSpaceOptimizer(Optimizer):
 
     @torch.no_grad()
     def _measured(self, built: Built) -> Coordinates:
-        return measure(built.plan, built.weights, built.dtype)
+        return measure(built.plan, list(map(local, built.weights)), built.dtype)
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -228,7 +231,7 @@ class GSpaceOptimizer(Optimizer):
         """One step. `torch.compile` follows it once a skeleton is chosen; the first one is a call from its graph."""
         if not torch.compiler.is_compiling():
             return self._step(closure)
-        if self._built is None or self._steady is not self._built:
+        if self._built is None or self._steady is not self._built or self._sharded:
             return _uncompiled(self, closure)
         loss = loss_of(closure)
         self._by_torch(self._built)
@@ -236,16 +239,27 @@ class GSpaceOptimizer(Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = loss_of(closure)
+        if self._sharded:
+            reshard(self.model)
         if not capturing():
             self._held.require_same(type(self).__name__)
         built = self._current()
         way = self._find_way(built)
         if isinstance(way, str) or not self._by_kernels(built, way):
-            if not capturing():
-                require_finite_gradients(self.model, self._parameters())
+            self._require_gradients(built)
             self._by_torch(built)
         self._steady = built if built.chosen.final else None
         return loss
+
+    def _require_gradients(self, built: Built) -> None:
+        doubt, reduce = "" if capturing() else doubt_of_gradients(self.model, self._parameters()), built.plan.reduce
+        if not isinstance(reduce, Together):
+            if doubt:
+                raise RuntimeError(doubt)
+        elif all(p.grad is None for p in built.weights):
+            reduce.agree(doubt)
+        else:
+            reduce.doubt = doubt  # it goes along with the first sum of the step
 
     def task(self, built: Built) -> Task:
         """What a compiled step is bound to."""
@@ -279,8 +293,8 @@ class GSpaceOptimizer(Optimizer):
         settings = (built, self._rules(), self.max_path_grad_norm, wanted)
         way = self._way
         if way is None or settings != self._wayfor or (isinstance(way, fast.Bound) and way.stale()):
-            way = "batch_norm='exact'"
-            if self.batch_norm != "exact":
+            way = "sharded parameters" if self._sharded else "batch_norm='exact'"
+            if self.batch_norm != "exact" and not self._sharded:
                 way = fast.choose(self.task(built), wanted, self._others(built))
             self._way, self._wayfor = way, settings
         return way
@@ -299,30 +313,33 @@ class GSpaceOptimizer(Optimizer):
 
     def _by_torch(self, built: Built) -> None:
         """A step in torch's operations."""
-        weights = built.weights
-        if all(w.grad is None for w in weights):
+        if all(w.grad is None for w in built.weights):
             self._move(built, None, None)
             return
-        for layer, w in zip(built.plan.layers, weights, strict=True):
+        for layer, w in zip(built.plan.layers, built.weights, strict=True):
             if w.grad is not None and w.grad.is_sparse:
                 raise RuntimeError(
                     f"{layer.edges.name} has a sparse gradient: G-space mixes all of its entries; use dense ones"
                 )
-        grads = [wide(torch.zeros_like(w) if w.grad is None else w.grad) for w in weights]
+        weights, slopes = built.weights, [w.grad for w in built.weights]
+        shown, path_grads = canvas = self._canvas(built)
+        if self._sharded:  # the optimizer sees what is sharded, this step what is here
+            weights, slopes = [local(w) for w in weights], [local_gradient(w) for w in weights]
+            shown, path_grads = [local(v) for v in shown], [local(g) for g in path_grads]
         now = [wide(w) for w in weights]
-        shown, path_grads = self._canvas(built)
+        grads = [torch.zeros_like(w) if g is None else wide(g) for w, g in zip(now, slopes, strict=True)]
         if self.batch_norm == "exact":
             at = measure(built.plan, now, built.dtype)
             self._require_paths(at, weights)
             gauge = at.incoming.abs()
             exact.show(built.plan, gauge, now, grads, shown, path_grads)
-            self._move(built, shown, path_grads)
+            self._move(built, *canvas)
             exact.allocate(built.plan, gauge, now, shown)
         else:
             at, sums = observe(built.plan, now, grads, built.dtype, self.batch_norm)
             self._require_paths(at, weights)
             eager.show(built.plan, self._rules(), at, sums, now, grads, shown, path_grads)
-            self._move(built, shown, path_grads)
+            self._move(built, *canvas)
             ratio, raw = eager.allocate(built.plan, self._rules(), at, now, shown)
             built.last[0].copy_(ratio)
             built.last[1].copy_(raw)
@@ -337,7 +354,8 @@ class GSpaceOptimizer(Optimizer):
         """On a CPU; a network that has diverged is left to itself, as it may be one of several side by side."""
         if at.incoming.device.type != "cpu" or torch.compiler.is_compiling():
             return
-        if bool((at.incoming * at.outgoing == 0).any()) and all(bool(w.isfinite().all()) for w in weights):
+        sound = self._sharded or all(bool(w.isfinite().all()) for w in weights)  # what one rank says, all must
+        if sound and bool((at.incoming * at.outgoing == 0).any()):
             raise RuntimeError(
                 f"weights were changed so that a path value of {type(self).__name__} is 0: "
                 "rechoose() takes other skeleton weights"

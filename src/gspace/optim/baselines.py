@@ -17,11 +17,13 @@ from gspace.analysis import Analysis, Inputs, analyzed
 from gspace.optim import choice
 from gspace.optim.arguments import given, require_model, require_numbers, require_own_group
 from gspace.optim.gsgd import plain_sgd
-from gspace.optim.held import Held, State, load_whole, portable, require_finite_gradients
+from gspace.optim.held import Held, State, load_whole, portable
 from gspace.optim.hooks import hooked, loss_of
+from gspace.optim.shards import divided, require_alike, require_gradients
 from gspace.optim.skeleton import Skeleton
 from gspace.optim.step import Number, layers_of
 from gspace.paths.pathsum import as_input_of, path_graph, path_kappa
+from gspace.sharding import any_sharded, cut, like, local, local_gradient, refuse_redundancy, reshard
 
 
 class PathSGD(Optimizer):
@@ -72,6 +74,7 @@ class PathSGD(Optimizer):
         analysis: Analysis | None = None,
     ) -> None:
         require_model(model)
+        refuse_redundancy(type(self).__name__)
         if not isinstance(interval, int) or interval < 1:
             raise ValueError(f"interval must be a positive number of steps, got {interval!r}")
         options: dict[str, Any] = {
@@ -88,6 +91,7 @@ class PathSGD(Optimizer):
         torch.optim.SGD([torch.zeros(1, device="cpu")], **options)
         require_numbers(options)
         self.model, self.interval, self._held = model, interval, Held(model)
+        self._sharded = any_sharded(model)
         self._edges: list[Tensor] = []
         super().__init__(list(model.parameters()) if params is None else params, {**options, "steps": 0})
         self.graph = path_graph(model, example_input)
@@ -127,8 +131,9 @@ class PathSGD(Optimizer):
 
     def _prepare(self) -> None:
         """Looks at model and gradients; κ of every trained edge, wide enough for all of it; counts the step."""
+        reshard(self.model)
         self._held.require_same(type(self).__name__)
-        require_finite_gradients(self.model, (p for group in self.param_groups for p in group["params"]))
+        require_gradients(self.model, (p for group in self.param_groups for p in group["params"]))
         trained = self._trained()
         if any(p.grad is not None and p.grad.is_sparse for p in trained):
             name = next(name for name, p in self.model.named_parameters() if p.grad is not None and p.grad.is_sparse)
@@ -139,7 +144,7 @@ class PathSGD(Optimizer):
             self._leave_out([p for p, kappa in found if kappa is None])
             for p, kappa in found:
                 if kappa is not None:
-                    self.state[p]["kappa"] = _divisor(kappa)
+                    self.state[p]["kappa"] = like(p, _divisor(cut(kappa, p)).contiguous())
         for group in self.param_groups:
             group["steps"] += 1
 
@@ -158,6 +163,8 @@ class PathSGD(Optimizer):
 
     def _direction(self, p: Tensor, grad: Tensor) -> Tensor:
         kappa = self.state[p].get("kappa")
+        if self._sharded and kappa is not None and (here := local_gradient(p)) is not None:
+            grad = like(p, here)
         return grad if kappa is None else (grad / kappa).to(p.dtype)
 
     def _step_group(self, group: dict[str, Any]) -> None:
@@ -212,6 +219,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         **options: Any,
     ) -> None:
         require_model(model)
+        refuse_redundancy(type(self).__name__)
         self.model, self._held = model, Held(model)
         super().__init__(list(model.parameters()) if params is None else params, lr, **options)
         require_numbers(self.defaults)
@@ -256,25 +264,27 @@ class FrozenSkeletonSGD(torch.optim.SGD):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _frozen(self) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
-        """Parameters with free skeleton weights, and where those are; kept as long as the state is."""
+        """What is here of parameters with free skeleton weights, and where those are; kept as long as the state is."""
+        reshard(self.model)
         self._held.require_same(type(self).__name__)
-        require_finite_gradients(self.model, self._parameters())
+        require_gradients(self.model, self._parameters())
         tables = [choice.kept(self.state, p) for p in self._parameters()]
         if self._free is not None and len(tables) == len(self._free[0]):
             here = (weight.device == entries[0].device for weight, entries in self._free[1])
             if all(map(is_, tables, self._free[0])) and all(here):
-                return self._free[1]
+                return [(local(weight), entries) for weight, entries in self._free[1]]
         chosen, moving = self._chosen(), any(bool(group["lr"] != 0) for group in self.param_groups)
         if chosen is None or (moving and not chosen.final):
+            require_alike(self.model)
             chosen = self._choose(final=moving)
         weights = dict(self.model.named_parameters())
         found: list[tuple[Tensor, tuple[Tensor, ...]]] = []
-        for layer in layers_of(chosen.skeleton, weights):
+        for layer in divided(layers_of(chosen.skeleton, weights), weights):
             if bool(layer.free.any()):
                 found.append((weights[layer.edges.name], tuple(i[layer.free > 0] for i in layer.entries)))
         if chosen.final:
             self._free = [choice.kept(self.state, p) for p in self._parameters()], found
-        return found
+        return [(local(weight), entries) for weight, entries in found]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

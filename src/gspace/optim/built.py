@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspace.optim import choice
+from gspace.optim import choice, shards
 from gspace.optim.choice import KEY, Chosen
 from gspace.optim.step import Plan, layers_of, plan
 
@@ -64,15 +64,16 @@ def build(
     """For parameters by name, and the rows of theirs that a norm absorbs (`exact.py`)."""
     group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
     mine = {name: mask for name, mask in absorbed.items() if named[name].requires_grad and id(named[name]) in group_of}
-    planned = plan(chosen.skeleton, layers_of(chosen.skeleton, named, mine), chosen.references)
-    weights = [named[layer.edges.name] for layer in planned.layers]
+    layers = layers_of(chosen.skeleton, named, mine)
+    weights = [named[layer.edges.name] for layer in layers]
+    dtype = torch.float64 if any(w.dtype == torch.float64 for w in weights) else torch.float32
+    planned = plan(chosen.skeleton, shards.divided(layers, named), chosen.references, shards.reduce_of(named, dtype))
     of_weights = [group_of[id(w)] for w in weights]
     unit_group = torch.zeros_like(planned.root)
-    for layer, g in zip(planned.layers, of_weights, strict=True):
+    for layer, g in zip(layers, of_weights, strict=True):
         unit_group[layer.root] = g
     inside = {id(w) for w in weights}
     outside = [[p for p in group["params"] if id(p) not in inside] for group in groups]
-    dtype = torch.float64 if any(w.dtype == torch.float64 for w in weights) else torch.float32
     ratio, raw = torch.ones(2, chosen.skeleton.H + 1, dtype=dtype, device=planned.root.device).unbind()
     listed = [p for group in groups for p in group["params"]]
     return Built(

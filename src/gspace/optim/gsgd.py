@@ -18,6 +18,7 @@ from gspace.optim.fast.network import Outcome
 from gspace.optim.held import require_finite_gradients
 from gspace.optim.reference import Reference
 from gspace.optim.step import BatchNormRule, Number
+from gspace.sharding import local
 
 
 class GSGD(GSpaceOptimizer):
@@ -164,14 +165,14 @@ class GSGD(GSpaceOptimizer):
     def _move(self, built: Built, shown: Sequence[Tensor] | None, path_grads: Sequence[Tensor] | None) -> None:
         if shown is not None and path_grads is not None:
             if self.max_path_grad_norm is not None:
-                squares = [
-                    g.double().square().sum()
-                    for layer, g in zip(built.plan.layers, path_grads, strict=True)
-                    if layer.counts
-                ]
-                total = built.plan.reduce(torch.stack(squares).sum()).sqrt()
+                slopes = [local(g) for g in path_grads] if self._sharded else path_grads
+                counted = (g for layer, g in zip(built.plan.layers, slopes, strict=True) if layer.counts)
+                squares = [g.double().square().sum() for g in counted]
+                none = torch.zeros((), dtype=torch.float64, device=built.plan.root.device)
+                total = built.plan.reduce(sum(squares, start=none)).sqrt()
                 shrink = (self.max_path_grad_norm / (total + 1e-6)).clamp(max=1)
-                path_grads = [g * shrink.to(g.dtype) for g in path_grads]
+                for slope in slopes:
+                    slope.mul_(shrink.to(slope.dtype))
             for w, g, v, path_grad in zip(built.weights, built.groups, shown, path_grads, strict=True):
                 plain_sgd(self.param_groups[g], self.state, [v], [path_grad], [w])
         for group, some in zip(self.param_groups, built.outside, strict=True):
@@ -199,7 +200,8 @@ def plain_sgd(
     buffers: list[Tensor | None] = []
     if group["momentum"] != 0:
         kept = [state[p].get("momentum_buffer") for p in owners]
-        buffers = [b if b is None or parameters is None else b.to(v) for b, v in zip(kept, values, strict=True)]
+        pairs = zip(kept, values, strict=True)
+        buffers = [b if b is None or parameters is None else b.to(v.device, v.dtype) for b, v in pairs]
     lr, fused = group["lr"], group["fused"]
     sparse = any(d.is_sparse for d in directions)
     mixed = len({buffer is None for buffer in buffers}) > 1

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gspace.devices import on_cpu
 from gspace.optim.fast.tables import RECORD, Builder, Tables, Tile, as_matrix
-from gspace.optim.step import BatchNormRule, Plan, alone
+from gspace.optim.step import BatchNormRule, Plan
+from gspace.sharding import alone
 
 Groups = Sequence[Mapping[str, Any]]
 
