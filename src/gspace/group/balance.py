@@ -14,7 +14,6 @@ grow with the depth. Their matrix is sparse where there are many of them, and it
 Shapes: a is `(group, out, in)`; a unit vector is `(n,)`, entry 0 is ground; so is entry 0 of a layer vector.
 """
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor
 
 from gspace.analysis import Edges
+from gspace.group.solve import conjugate_gradients, solver
 from gspace.sharding import Reduce, alone, pieces
 
-DENSE = 300  # layers up to which a dense matrix is faster
 LARGE = 1 << 14  # entries of a matrix that is worth a product of its own
 MANY, ROWS = 1 << 20, 1 << 18  # weights that are squared anew whenever they are needed, and so many at a time
 
@@ -347,7 +346,7 @@ def _layers_balanced(net: Network, x: Tensor) -> Tensor:
         if not bool((f[1:].abs() > 1e-2).any()):
             break
         values = torch.cat([torch.full_like(y, 4), -2 * E / into[k], -2 * E / out[l]])
-        y[1:] -= _solver(count, torch.cat([every, k, l]), torch.cat([every, l, k]), values)(f[1:])
+        y[1:] -= solver(count, torch.cat([every, k, l]), torch.cat([every, l, k]), values)(f[1:])
     moved = x + y[net.layer]
     before, after = (float(sides(net, at)[0].sum()) for at in (x, moved))
     return moved if after < before else x
@@ -365,7 +364,7 @@ def two_level(total: Tensor, layer: Tensor, links: Links) -> Callable[[Tensor], 
     # The ridge, far below the gap of any chain of layers, is for layers that hardly hang together with ground.
     every = torch.arange(count, device=k.device)
     values = torch.cat([diagonal * (1 + 1e-12), -2 * energy, -2 * energy])
-    solve = _solver(count, torch.cat([every, k, l]), torch.cat([every, l, k]), values)
+    solve = solver(count, torch.cat([every, k, l]), torch.cat([every, l, k]), values)
 
     def condition(r: Tensor) -> Tensor:
         of_layers = torch.zeros_like(diagonal)
@@ -373,79 +372,3 @@ def two_level(total: Tensor, layer: Tensor, links: Links) -> Callable[[Tensor], 
         return r / (2 * total) + of_layers[layer]
 
     return condition
-
-
-def _solver(count: int, rows: Tensor, columns: Tensor, values: Tensor) -> Callable[[Tensor], Tensor]:
-    """b ↦ A⁻¹b for the sum A of these entries, row and column 0 left out."""
-    if count > DENSE:
-        return _sparse_solver(count, rows.tolist(), columns.tolist(), values.tolist())
-    matrix = values.new_zeros(count * count).index_add_(0, rows * count + columns, values).reshape(count, count)
-    scale = matrix.diagonal().abs().clamp(min=1e-300).rsqrt()[1:]
-    inverse = torch.linalg.inv_ex(matrix[1:, 1:] * scale * scale[:, None])[0] * scale * scale[:, None]
-    return lambda b: inverse @ b
-
-
-def _sparse_solver(
-    count: int, rows: Sequence[int], columns: Sequence[int], values: Sequence[float]
-) -> Callable[[Tensor], Tensor]:
-    """Elimination without pivots, fewest neighbours first: these matrices are diagonally dominant."""
-    A: list[dict[int, float]] = [{} for _ in range(count)]
-    for i, j, value in zip(rows, columns, values, strict=True):
-        if i and j:
-            A[i][j] = A[i].get(j, 0.0) + value
-            A[j].setdefault(i, 0.0)
-    waiting = [(len(A[i]), i) for i in range(1, count)]
-    heapq.heapify(waiting)
-    steps: list[tuple[int, float, list[tuple[int, float]], list[tuple[int, float]]]] = []
-    while waiting:
-        degree, i = heapq.heappop(waiting)
-        if degree != len(A[i]):  # it has other neighbours by now
-            if A[i]:
-                heapq.heappush(waiting, (len(A[i]), i))
-            continue
-        pivot = A[i].pop(i, 0.0) or 1.0
-        row = list(A[i].items())
-        below = [(j, A[j].pop(i) / pivot) for j, _ in row]
-        for j, factor in below:
-            target = A[j]
-            for k, value in row:
-                target[k] = target.get(k, 0.0) - factor * value
-        A[i] = {}
-        steps.append((i, pivot, row, below))
-
-    def solve(b: Tensor) -> Tensor:
-        x = [0.0, *b.tolist()]
-        for i, _, _, below in steps:
-            for j, factor in below:
-                x[j] -= factor * x[i]
-        for i, pivot, row, _ in reversed(steps):
-            x[i] = (x[i] - sum(value * x[k] for k, value in row)) / pivot
-        return torch.tensor(x[1:], dtype=b.dtype, device=b.device)
-
-    return solve
-
-
-def conjugate_gradients(
-    operator: Callable[[Tensor], Tensor],
-    b: Tensor,
-    condition: Callable[[Tensor], Tensor],
-    tolerance: float,
-    limit: int = 2000,
-) -> Tensor:
-    """Solves operator(x) = b, preconditioned, until the residual has fallen by `tolerance`."""
-    x = torch.zeros_like(b)
-    r = b.clone()
-    z = condition(r)
-    p = z.clone()
-    rz = r @ z
-    goal = float(rz) * tolerance**2
-    for _ in range(limit):
-        if not float(rz) > goal:
-            break
-        q = operator(p)
-        alpha = rz / (p @ q)
-        x, r = x + alpha * p, r - alpha * q
-        z = condition(r)
-        rz, old = r @ z, rz
-        p = z + (rz / old) * p
-    return x
