@@ -85,7 +85,7 @@ def torch_optimizer(kind: Callable[..., Any], lr: float, **options: Any) -> Make
 
 def in_gspace(kind: Callable[..., Any], *args: Any, **options: Any) -> Make:
     rules = options if "batch_norm" in options else {"reference": "balanced", **options}
-    return lambda model, about: kind(model, *args, residual=about["residual"], **rules)
+    return lambda model, about: kind(model, *args, analysis=gspace.analyze(model, residual=about["residual"]), **rules)
 
 
 OPTIMIZERS: Mapping[str, Make] = {

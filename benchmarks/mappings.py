@@ -117,7 +117,8 @@ def exact(record: dict[str, Any]) -> str:
     return (
         f"The other {len(good)} entries, of {models} models, are exact: the largest change is {worst:.0e} "
         f"(n = {record['seeds']} draws each). The {big['mappings']} mappings of a Llama of {big['weights'] / 1e9:.1f} "
-        f"billion weights on the meta device take {big['s']:.1f} s and {big['peak_mb'] / 1024:.1f} GB on one thread."
+        f"billion weights on the meta device take {big['cpu_s']:.1f} s of one thread and "
+        f"{big['peak_mb'] / 1024:.1f} GB."
     )
 
 

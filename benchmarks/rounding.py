@@ -38,7 +38,7 @@ SEEDS = 3
 BITS = (8, 6, 4)
 MODELS = ("depthwise", "resnet-34")
 RECIPE = Recipe(
-    data="cifar10", model="depthwise", iterations=8000, batch_size=128, augment="crop-flip", precision="bf16",
+    data="cifar10", model="depthwise", iterations=5000, batch_size=128, augment="crop-flip", precision="bf16",
     lr=0.1, momentum=0.9, weight_decay=5e-4, schedule="cosine", warm_up=0.05,
 )  # fmt: skip
 QUICK = {"width": 8, "iterations": 60, "train_size": 2000, "test_size": 500, "precision": "float32", "quick": True}
@@ -93,8 +93,8 @@ def rounded(model: nn.Module, bits: int, *, channels: bool) -> nn.Module:
 
 def on_grid(w: Tensor, bits: int, *, channels: bool) -> Tensor:
     """
-    >>> on_grid(torch.tensor([[0.1, -1.0], [3.0, 6.0]]), 3, channels=False).tolist()
-    [[0.0, 0.0], [4.0, 6.0]]
+    >>> on_grid(torch.tensor([[0.1, -2.0], [3.0, 6.0]]), 3, channels=False).tolist()
+    [[0.0, -2.0], [4.0, 6.0]]
     >>> on_grid(torch.tensor([[0.1, -0.75], [3.0, 6.0]]), 3, channels=True).tolist()
     [[0.0, -0.75], [4.0, 6.0]]
     """

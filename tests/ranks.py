@@ -7,10 +7,11 @@ started them: the same variables, and a group that exists already.
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 SECONDS = 120  # for one call: a collective that not all ranks enter would wait for ever
+PATIENCE = 10  # seconds for all others, when one has raised
 
 
 class RankError(RuntimeError):
@@ -32,15 +34,20 @@ class Ranks:
     """So many processes in one group with gloo."""
 
     def __init__(self, size: int, path: list[str]) -> None:
+        self.size, self.path = size, path
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+
+    def _start(self) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = mp.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(size)]
-        self.size, self.pipes = size, [mine for mine, _ in pipes]
+        pipes = [context.Pipe() for _ in range(self.size)]
+        self.pipes = [mine for mine, _ in pipes]
         self.processes = [
-            context.Process(target=_serve, args=(rank, size, port, path, pipes[rank][1]), daemon=True)
-            for rank in range(size)
+            context.Process(target=_serve, args=(rank, self.size, port, self.path, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self.processes:
             process.start()
@@ -49,26 +56,33 @@ class Ranks:
         """`function(*args)` on every rank; what each returned.
 
         Raises:
-            RankError: Any of them has raised.
-            TimeoutError: One did not answer; the processes are gone then.
+            RankError: Any of them has raised, or did not answer. Then the next call starts other processes.
         """
+        if not self.processes:
+            self._start()
         for pipe in self.pipes:
             pipe.send((function, args))
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(SECONDS):
-                self.close()
-                raise TimeoutError(f"rank {rank} did not answer in {SECONDS} s")
-            answers.append(pipe.recv())
-        errors = [text for _, text in answers]
+        answers: dict[int, tuple[Any, str]] = {}
+        end = time.monotonic() + SECONDS
+        while len(answers) < self.size and time.monotonic() < end:
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            for pipe in wait(waiting, timeout=1):
+                rank = self.pipes.index(pipe)
+                answers[rank] = pipe.recv()
+                if answers[rank][1]:  # others may wait for it
+                    end = min(end, time.monotonic() + PATIENCE)
+        errors = [answers[rank][1] if rank in answers else "no answer" for rank in range(self.size)]
+        if len(answers) < self.size:
+            self.close()
         if any(errors):
             raise RankError(errors)
-        return [value for value, _ in answers]
+        return [answers[rank][0] for rank in range(self.size)]
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
             process.join()
+        self.processes = []
 
 
 def _serve(rank: int, size: int, port: int, path: list[str], pipe: Connection) -> None:

@@ -37,13 +37,6 @@ def weights(net: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in net.parameters()]
 
 
-def ddp(seed: int) -> list[Tensor]:
-    model, loss = example("ddp", seed).train()
-    assert loss < 1.6, "log 5 without training"
-    assert torch.initial_seed() == seed + dist.get_rank()
-    return weights(model)
-
-
 def lightning(seed: int, folder: str, epochs: int, resume: str | None = None) -> list[Tensor]:
     train = example("lightning_module", seed).train
     trainer = train(folder, epochs, resume, accelerator="cpu", devices=2, strategy="ddp", **QUIET)
@@ -77,10 +70,6 @@ def require_goes_on(whole: list[list[Tensor]], resumed: list[list[Tensor]]) -> N
     require_equal(*whole)
     require_equal(*resumed)
     require_equal(whole[0], resumed[0])
-
-
-def test_distributed_data_parallel(two: Ranks) -> None:
-    require_equal(*two(ddp, 1))
 
 
 def test_lightning(two: Ranks, tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def test_gsgd_does_not_see_the_scales(name: str, reference: str) -> None:
     """200 steps from w and from g_c(w), float64: outputs agree to 1e-6; both guards at their defaults."""
     build, shape, residual = NETWORKS[name]
     models, x, y = _pair(build, shape, skeleton=reference == "one", residual=residual)
-    a, b = _train(models, lambda m: gspace.GSGD(m, 0.02, reference=reference, residual=residual), x, y, 200)  # type: ignore[arg-type]
+    found = gspace.analyze(models[0], residual=residual)  # type: ignore[arg-type]
+    a, b = _train(models, lambda m: gspace.GSGD(m, 0.02, reference=reference, analysis=found), x, y, 200)  # type: ignore[arg-type]
     assert _gap(a, b) < 1e-6
 
 
@@ -163,6 +164,7 @@ def test_construction_changes_nothing(case: Any) -> None:
     """GSGD never changes the function it is given: not a bit of any parameter, on every network of the zoo."""
     model = case.build()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    gspace.GSGD(model, 0.1, residual=case.residual, example_input=draw_inputs(case, 0, torch.float32, batch=2))
+    found = gspace.analyze(model, draw_inputs(case, 0, torch.float32, batch=2), residual=case.residual)
+    gspace.GSGD(model, 0.1, analysis=found)
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]), name

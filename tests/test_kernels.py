@@ -133,8 +133,9 @@ by_size = pytest.mark.parametrize("case", slow_above(12_000, WITH_UNITS))
 
 
 def check_architecture(case: Case, way: str, name: str, layout: torch.memory_format) -> None:
-    options = {"residual": case.residual, "example_input": draw_inputs(case, 0, torch.float64, batch=2)}
-    definition, optimizer = pair(build(case, layout=layout), WAYS[way], **options, **OPTIONS[name])
+    model, inputs = build(case, layout=layout), draw_inputs(case, 0, torch.float64, batch=2)
+    found = gspace.analyze(model, inputs, residual=case.residual)
+    definition, optimizer = pair(model, WAYS[way], analysis=found, **OPTIONS[name])
     run(definition, optimizer)
     assert_equal(definition, optimizer)
 
@@ -690,7 +691,7 @@ def test_kernels_on_a_gpu(options: str) -> None:
 @pytest.mark.gpu
 def test_kernels_counted_by_the_profiler() -> None:
     counts = []
-    for depth in (2, 40):
+    for depth in (2, 12):
         model = zoo.mlp(32, *[64] * depth, 10).cuda()
         optimizer = gspace.GSGD(model, 0.1, momentum=0.9)
         for seed in range(2):

@@ -460,7 +460,7 @@ def test_the_end_of_the_minutes_is_said_with_the_way_on(tmp_path: Path, capsys: 
 
 @pytest.mark.slow
 def test_an_interrupted_command_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "gspace", "train", "--iterations", "3000", "--hidden", "4", "--eval-every", "100"]
+    command = [sys.executable, "-m", "gspace", "train", "--iterations", "20000", "--hidden", "4", "--eval-every", "100"]
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path), "--json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)},
@@ -474,7 +474,7 @@ def test_an_interrupted_command_continues(tmp_path: Path, capsys: pytest.Capture
     assert "stopped by SIGTERM at iteration" in err
     assert main(*command[3:], "--out", tmp_path, "--json") == 0
     (ended,) = json.loads(capsys.readouterr().out)
-    assert ended["summary"]["iteration"] == 3000
+    assert ended["summary"]["iteration"] == 20_000
 
 
 # What a person sees

@@ -134,7 +134,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"reference": "balanced"}, {"residual": "tie", "allocation": "spread"}], ids=str
+    "options", [{}, {"reference": "balanced"}, {"max_drift": 2.0, "allocation": "spread"}], ids=str
 )
 @pytest.mark.parametrize("network", NETWORKS)
 @gspace_kinds
@@ -250,8 +250,8 @@ def test_a_state_leaves_what_is_frozen_here_alone(kind: Kind) -> None:
 def test_an_analysis_and_options_for_one_are_not_both_taken(make: Any) -> None:
     model = chain()
     found = gspace.analyze(model)
-    with pytest.raises(ValueError, match="either analysis= or residual=, not both"):
-        make(model, 0.1, analysis=found, residual="tie")
+    with pytest.raises(ValueError, match="either analysis= or example_input=, not both"):
+        make(model, 0.1, analysis=found, example_input=torch.zeros(1, 6))
     with pytest.raises(ValueError, match="either analysis= or nonsense=, not both"):
         gspace.balancedness(model, analysis=found, nonsense=1)
 

@@ -135,20 +135,21 @@ def test_a_compiled_model_trains_the_same(kind: Kind, backend: str, dynamo: None
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-@kinds
-def test_a_compiled_step_is_the_step_and_compiles_once(kind: Kind, dynamo: None) -> None:
-    """A learning rate in a tensor may change at every step; the first two steps create state and may compile."""
+@gspace_kinds
+def test_a_compiled_step_is_the_step_in_one_graph(kind: Kind, dynamo: None) -> None:
+    """One graph without a break, once the first step has chosen a skeleton; a learning rate in a tensor may change."""
     one, two = Net(), Net()
     options = {"foreach": False}
     first, second = (kind.make(model, lr=torch.tensor(kind.options["lr"]), **options) for model in (one, two))
-    step = torch.compile(second.step, backend="aot_eager")
+    step = torch.compile(second.step, backend="aot_eager", fullgraph=True)
     for n, batch in enumerate(batches(8)):
         for model, optimizer, take in ((one, first, first.step), (two, second, step)):
             optimizer.param_groups[0]["lr"].fill_(kind.options["lr"] / (1 + n))
             backward(model, optimizer, batch)
-            with torch.compiler.set_stance("default" if n < 2 else "fail_on_recompile"):
-                take()
-    assert (counters["stats"]["unique_graphs"] > 0) != kind.gspace  # a step in G-space is a call from the graph
+            with torch.compiler.set_stance("default" if n < 3 else "fail_on_recompile"):
+                optimizer.step() if n == 0 else take()
+    assert 0 < counters["stats"]["unique_graphs"] <= 2  # the second sees what the first has kept in the groups
+    assert not counters["graph_break"]
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
@@ -178,7 +179,7 @@ def test_compiled_steps_leave_a_state_that_goes_on(kind: Kind, dynamo: None) -> 
 
 @gspace_kinds
 def test_a_compiled_step_notices_what_others_did(kind: Kind, dynamo: None) -> None:
-    """Weights loaded between two steps, and a gradient that is not finite."""
+    """Weights loaded between two steps."""
     one, two = Net(), Net()
     first, second = (kind.make(model, foreach=False) for model in (one, two))
     steps = first.step, torch.compile(second.step, backend="eager")
@@ -193,8 +194,3 @@ def test_a_compiled_step_notices_what_others_did(kind: Kind, dynamo: None) -> No
         step()
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    before = [p.detach().clone() for p in two.parameters()]
-    next(two.parameters()).grad.view(-1)[0] = float("nan")
-    with pytest.raises(RuntimeError, match="is not finite"):
-        steps[1]()
-    assert all(torch.equal(p, old) for p, old in zip(two.parameters(), before, strict=True))

@@ -228,7 +228,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(kind: Kind) -> None:
 
 def test_a_skeleton_that_goes_round_in_a_circle_is_refused() -> None:
     model = dense.Shared()
-    optimizer = gspace.GSGD(model, 0.1, residual="tie")
+    optimizer = gspace.GSGD(model, 0.1, analysis=gspace.analyze(model))
     optimizer.rechoose()
     state = deepcopy(optimizer.state_dict())
     names = [name for name, _ in model.named_parameters()]

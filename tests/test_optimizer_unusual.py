@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gspace
@@ -198,20 +196,6 @@ def test_hooks_see_the_whole_state(kind: Kind) -> None:
     assert list(first.state_dict()) == ["wrapped"]  # once, however often
 
 
-def test_a_compiled_step_takes_the_best_way() -> None:
-    one, two = zoo.mlp(6, 7, 3), zoo.mlp(6, 7, 3)
-    two.load_state_dict(one.state_dict())
-    first, second = gspace.GSGD(one, 0.1), gspace.GSGD(two, 0.1)
-    compiled = torch.compile(second.step, backend="eager")
-    for _ in range(3):
-        for model, optimizer, take in ((one, first, first.step), (two, second, compiled)):
-            optimizer.zero_grad()
-            (model(X.float()) - 1).square().mean().backward()
-            take()
-    assert first.statistics()["way"] == second.statistics()["way"] != ""
-    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
-
-
 @gspace_kinds
 def test_a_layer_of_width_zero_is_no_hindrance(kind: Kind) -> None:
     model = nn.Sequential(nn.Linear(6, 0), nn.ReLU(), nn.Linear(0, 5), nn.ReLU(), nn.Linear(5, 3))
@@ -292,20 +276,6 @@ def test_a_scripted_part_gets_the_plain_step(kind: Kind) -> None:
         model(torch.randn(5, 6)).square().mean().backward()
         optimizer.step()
     assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
-
-
-def test_sharded_parameters_are_refused_by_name() -> None:
-    """As FSDP2 makes them."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        mesh = init_device_mesh("cpu", (1,))
-        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
-        for make in (gspace.GSGD, gspace.PathSGD):
-            with pytest.raises(ValueError, match=r"parameter '0\.weight' is a DTensor"):
-                make(model, 0.1)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @ways

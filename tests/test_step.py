@@ -68,7 +68,7 @@ def test_gsgd_is_sgd_on_path_values(small: dense.Small, option: str, reference: 
         case.model,
         **options,
         reference=reference,
-        residual=small.residual,
+        analysis=gspace.analyze(case.model, residual=small.residual),
         max_ratio=INF,
         max_drift=INF,  # type: ignore[arg-type]
         **WAYS[way],
@@ -94,9 +94,8 @@ def test_a_weight_of_zero_moves(small: dense.Small) -> None:
     weights = case.weights.clone()
     weights[kept[0]] = 0
     _load(case.model, case.basis, weights)
-    optimizer = gspace.GSGD(
-        case.model, lr=0.01, reference="balanced", residual=small.residual, max_ratio=INF, max_drift=INF
-    )
+    found = gspace.analyze(case.model, residual=small.residual)
+    optimizer = gspace.GSGD(case.model, 0.01, reference="balanced", analysis=found, max_ratio=INF, max_drift=INF)
     skeleton = optimizer.skeleton
     basis = gspace.paths.basis_paths(skeleton, dict(case.model.named_parameters()))
     I, O = skeleton_products(basis, weights)

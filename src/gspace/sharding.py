@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Edges
+from gspace.analysis.result import Edges
 
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
@@ -28,8 +28,21 @@ def is_sharded(t: Tensor) -> bool:
     return module is not None and isinstance(t, module.DTensor)
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before `fully_shard` put one of its own in front."""
+    kind = type(module)
+    return kind.__mro__[2] if kind.__module__.startswith("torch.distributed.fsdp._fully_shard") else kind
+
+
 def any_sharded(model: nn.Module) -> bool:
     return any(map(is_sharded, model.parameters()))
+
+
+def refuse_sharded(parameters: Mapping[str, Tensor], what: str) -> None:
+    """For what is made for whole parameters."""
+    name = next((name for name, p in parameters.items() if is_sharded(p)), None)
+    if name is not None:
+        raise ValueError(f"{what} needs whole parameters, and {name!r} is sharded: call it before the model is sharded")
 
 
 def refuse_flat(model: nn.Module) -> None:
@@ -186,9 +199,7 @@ def whole_copy(model: nn.Module) -> nn.Module:
     def module(m: nn.Module, prefix: str) -> nn.Module:
         if id(m) in made:
             return made[id(m)]
-        kind: Any = type(m)
-        if kind.__module__.startswith("torch.distributed.fsdp"):  # `fully_shard` puts a class of its own in front
-            kind = kind.__mro__[2]
+        kind: Any = class_of(m)
         twin = made[id(m)] = kind.__new__(kind)
         vars(twin).update(vars(m))
         vars(twin)["_parameters"] = {k: parameter(p, prefix + k) for k, p in m._parameters.items()}
@@ -225,8 +236,8 @@ class Meshes(NamedTuple):
             return not any(at)
         mesh, placements = p.device_mesh, p.placements
         if mesh == self.widest:
-            return not any(k and not s.is_shard() for k, s in zip(at, placements, strict=True))
-        sharded = {name for name, s in zip(mesh.mesh_dim_names, placements, strict=True) if s.is_shard()}
+            return not any(k and s.is_replicate() for k, s in zip(at, placements, strict=True))
+        sharded = {name for name, s in zip(mesh.mesh_dim_names, placements, strict=True) if not s.is_replicate()}
         return not any(k and name not in sharded for k, name in zip(at, self.widest.mesh_dim_names, strict=True))
 
 
@@ -261,23 +272,24 @@ class Together:
         import torch.distributed as dist
 
         self.dist, self.dtype, self.doubt = dist, dtype, ""
+        self.error: type[Exception] = RuntimeError
         everybody = mesh.size() == dist.get_world_size()
         self.groups = [None] if everybody else [mesh.get_group(k) for k in range(mesh.ndim)]
         self.device = torch.device(mesh.device_type)  # not that of weights, if these are offloaded
 
-    def __call__(self, sums: Tensor) -> Tensor:
+    def __call__(self, sums: Tensor, asked: bool = False) -> Tensor:
         doubt = torch.full((1,), float(bool(self.doubt)), dtype=self.dtype, device=sums.device)
         sent = torch.cat([sums.reshape(-1).to(self.dtype), doubt]).to(self.device)
         for group in self.groups:
             self.dist.all_reduce(sent, group=group)
-        if sent.device.type == "cpu" and float(sent[-1]) > 0:
+        if (asked or sums.device.type == "cpu") and float(sent[-1]) > 0:  # else nobody waits for the device
             self._refuse()
         return sent[:-1].to(sums).reshape(sums.shape)
 
     def agree(self, doubt: str = "") -> None:
         """Raises if anybody has a doubt."""
         self.doubt = doubt
-        self(torch.zeros(0, dtype=self.dtype, device=self.device))
+        self(torch.zeros(0, dtype=self.dtype, device=self.device), asked=True)
 
     def _refuse(self) -> None:
         doubts: list[Any] = [f"rank {self.dist.get_rank()}: {self.doubt}" if self.doubt else ""]
@@ -286,11 +298,29 @@ class Together:
             self.dist.all_gather_object(every, doubts, group=group)
             doubts = [doubt for some in every for doubt in some]
         self.doubt = ""
-        raise RuntimeError(next(doubt for doubt in doubts if doubt))
+        raise self.error(next(doubt for doubt in doubts if doubt))
+
+
+def shared(parameters: Mapping[str, Tensor], value: Tensor) -> Tensor:
+    """What the first of the processes that share parameters has: what each draws for itself differs."""
+    if not any(map(is_sharded, parameters.values())):
+        return value
+    mesh = meshes(parameters).widest
+    return Together(mesh, torch.float64)(torch.zeros_like(value) if any(mesh.get_coordinate()) else value)
+
+
+def require(parameters: Mapping[str, Tensor], doubt: str) -> None:
+    """Raises a ValueError on all processes that share parameters, if one of them has a doubt."""
+    if any(map(is_sharded, parameters.values())):
+        together = Together(meshes(parameters).widest, torch.float64)
+        together.error = ValueError
+        together.agree(doubt)
+    elif doubt:
+        raise ValueError(doubt)
 
 
 @torch.no_grad()
-def require_copies(model: nn.Module, mesh: Any) -> None:
+def require_copies(parameters: Mapping[str, Tensor], mesh: Any) -> None:
     """Processes that hold the same part of a parameter hold the same values of it.
 
     Raises:
@@ -299,7 +329,7 @@ def require_copies(model: nn.Module, mesh: Any) -> None:
     import torch.distributed as dist
 
     names, marks = [], []
-    for name, p in model.named_parameters():
+    for name, p in parameters.items():
         here = local(p)
         bits = here.contiguous().reshape(-1).view(_BITS[here.element_size()]).long()
         mark = (bits * (2 * torch.arange(len(bits), device=bits.device) + 1)).sum()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gspace import sharding
 from gspace.analysis.assemble import assemble
 from gspace.analysis.forward import Inputs, TraceError, untouched, unwrap
 from gspace.analysis.identity import modules_of, other_module
@@ -63,6 +64,8 @@ def analyze(
     listed = [modes] if isinstance(modes, str) else list(modes)
     if not listed or not set(listed) <= MODES.keys():
         raise ValueError(f"modes are 'train', 'eval' or both, got {modes!r}")
+    if sharding.any_sharded(model):
+        model = sharding.whole_copy(model)
     inner = unwrap(model)
     refuse(inner)
     names = _known(pin, inner)
@@ -115,6 +118,7 @@ def require_module(model: Any) -> None:
 def refuse(model: nn.Module) -> None:
     """What cannot be run or followed at all."""
     require_module(model)
+    sharding.refuse_flat(model)
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise TraceError(

@@ -1,7 +1,7 @@
 """From the equations of a run to an `Analysis`: free nodes become units, everything else a linear form of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -10,58 +10,42 @@ from torch import Tensor, nn
 
 from gspace.analysis.equations import ANY, Equations
 from gspace.analysis.follow import Follow, Pinned
-from gspace.analysis.layout import Layout, layout
+from gspace.analysis.layout import layout
 from gspace.analysis.memory import key_of
 from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, plain
 
 
-class Part(NamedTuple):
-    """A parameter that the run has read: its layout, and when."""
-
-    name: str
-    layout: Layout
-    normalized: bool
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """Numbers of units: 0 ground, then exact ones, absorbed ones, and behind them linear forms of those."""
 
+    equations: Equations
     table: Tensor
     exact: int
     absorbed: int
     forms: dict[int, Form]
 
-    def of(self, nodes: Tensor, equations: Equations) -> Tensor:
-        return self.table[equations.find(nodes)]
+    def of(self, nodes: Tensor) -> Tensor:
+        return self.table[self.equations.find(nodes)]
+
+    def edges(self, edges: Sequence[Edges]) -> tuple[Edges, ...]:
+        return tuple(replace(e, head=self.of(e.head), tail=self.of(e.tail)) for e in edges)
 
 
 def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
-    names = dict(model.named_parameters())
-    exact = follow.equations
-    transparent = _transparent(follow)
+    names, exact, transparent = dict(model.named_parameters()), follow.equations, _transparent(follow)
     for norm in follow.norms.values():
         if not norm.affine:
             exact.ground(norm.written)
-    parts = _parts(follow, names, exact, affine=True)
-    absorbed = [*follow.absorbed, *(norm.absorbed for norm in follow.norms.values())]
-    units = _number(exact, parts, absorbed, [nodes for nodes, _ in follow.statistics.values()])
-    edges = _edges(parts, units, exact)
-    paper_parts = _parts(follow, names, transparent, affine=False)
-    paper = _number(transparent, paper_parts, (), ())
-    paper_edges, H_paper = _compact(plain(_edges(paper_parts, paper, transparent), paper.forms))
-    buffers = {key_of(b): name for name, b in model.named_buffers()}
-    statistics = tuple(
-        Statistic(buffers[key], units.of(nodes, exact), power)
-        for key, (nodes, power) in follow.statistics.items()
-        if key in buffers
-    )
-    m = sum(p.numel() for p in names.values() if p.requires_grad)
-    H = units.exact
     unseen = {name: names[name].numel() for name in unread(follow, model)}
-    unseen.update({part.name: part.layout.unseen for part in parts if part.layout.unseen})
+    nodes = _edges(follow, names, exact, unseen, affine=True)
+    absorbed = [*follow.absorbed, *(norm.absorbed for norm in follow.norms.values())]
+    units = _number(exact, nodes, absorbed, [nodes for nodes, _ in follow.statistics.values()])
+    edges, H = units.edges(nodes), units.exact
+    paper_nodes = _edges(follow, names, transparent, {}, affine=False)
+    paper = _number(transparent, paper_nodes, (), ())
+    paper_edges, H_paper = _compact(plain(paper.edges(paper_nodes), paper.forms))
+    buffers = {key_of(b): name for name, b in model.named_buffers()}
+    m = sum(p.numel() for p in names.values() if p.requires_grad)
     return Analysis(
         H=H,
         H_absorbed=units.absorbed,
@@ -70,7 +54,11 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
         dim=m - H + sum(1 for u in _frozen(edges, names, units.forms) if 0 < u <= H),
         edges=edges,
         transparent=paper_edges,
-        statistics=statistics,
+        statistics=tuple(
+            Statistic(buffers[key], units.of(nodes), power)
+            for key, (nodes, power) in follow.statistics.items()
+            if key in buffers
+        ),
         units=groups(edges, H, H + units.absorbed, units.forms),
         pinned=_pinned(follow.pins),
         residual=residual,
@@ -84,7 +72,7 @@ def _passes(follow: Follow, units: Units) -> dict[str, frozenset[int]]:
     """Units that go through an operation, linear forms as the units in them."""
     found = {}
     for kind, nodes in follow.passed.items():
-        ids = set(units.of(torch.cat(nodes), follow.equations).tolist())
+        ids = set(units.of(torch.cat(nodes)).tolist())
         found[kind] = frozenset(u for i in ids for u, _ in units.forms.get(i, ((i, 1),)) if u)
     return found
 
@@ -95,7 +83,7 @@ def unread(follow: Follow, model: nn.Module) -> list[str]:
     return [
         name
         for name, p in model.named_parameters()
-        if p.numel() and key_of(p) in follow.weights.regions and (key_of(p), int(p.storage_offset())) not in seen
+        if p.numel() and key_of(p) in follow.weights.places and (key_of(p), int(p.storage_offset())) not in seen
     ]
 
 
@@ -106,13 +94,12 @@ def _transparent(follow: Follow) -> Equations:
         equations.tie(norm.absorbed, norm.written)
     for nodes in [*follow.absorbed, *follow.untrained]:  # what other norms divide out is no symmetry at their ε
         equations.ground(nodes)
-    for (h1, t1), (h2, t2) in follow.weights.repeats:
-        alike = _varies(h1) == _varies(h2) and _varies(t1) == _varies(t2)
-        if alike:
-            equations.tie(h1, h2)
-            equations.tie(t1, t2)
+    for first, second in follow.weights.repeats:
+        if [t.shape for t in first] == [t.shape for t in second]:
+            for one, other in zip(first, second, strict=True):
+                equations.tie(one, other)
         else:
-            for t in (h1, h2, t1, t2):
+            for t in (*first, *second):
                 equations.ground(t)
     for uses in follow.weights.uses.values():
         for use in uses:
@@ -121,33 +108,41 @@ def _transparent(follow: Follow) -> Equations:
     return equations
 
 
-def _varies(t: Tensor) -> list[bool]:
-    return [n > 1 and s > 0 for n, s in zip(t.shape, t.stride(), strict=True)]
-
-
-def _parts(follow: Follow, names: Mapping[str, Tensor], equations: Equations, affine: bool) -> list[Part]:
-    """The parameters that are edges, in the order of their first use."""
+def _edges(
+    follow: Follow, names: Mapping[str, Tensor], equations: Equations, unseen: dict[str, int], *, affine: bool
+) -> list[Edges]:
+    """The parameters that are edges between nodes, in the order of their first use; adds to `unseen`."""
     into_norm = torch.zeros(follow.equations.count, dtype=torch.bool)
     for norm in follow.norms.values():
         into_norm[follow.equations.find(norm.absorbed)] = True
     into_norm[: ANY + 1] = False
-    order = {region: k for k, region in enumerate(follow.positions)}
-    found = []
-    for name, p in names.items():
-        region = key_of(p), int(p.storage_offset())
-        uses = follow.weights.uses.get(region, [])
-        kept = [use for use in uses if not use.pinned and (affine or not use.normalizes)]
-        if kept:
-            normalized = any(bool(into_norm[follow.equations.find(use.head)].all()) for use in kept)
-            first, last = follow.positions[region]
-            part = Part(name, layout(p.detach(), region[1], kept, equations), normalized, first, last)
-            found.append((order[region], part))
-    return [part for _, part in sorted(found, key=lambda pair: pair[0])]
+    edges = []
+    regions = {(key_of(p), int(p.storage_offset())): (name, p) for name, p in names.items()}
+    for region in follow.positions:
+        if region not in regions:
+            continue
+        name, p = regions[region]
+        uses = [u for u in follow.weights.uses.get(region, ()) if not u.pinned and (affine or not u.normalizes)]
+        if not uses:
+            continue
+        found = layout(tuple(p.shape), uses, equations)
+        if found is None:
+            follow.pins.append(Pinned("view", name, min(p.shape[:2]), "too many parts to be followed one by one"))
+            for use in uses:
+                equations.ground(torch.cat([t.reshape(-1) for t in use.terms]))
+            continue
+        head, tail, swap, missing = found
+        unseen.update({name: missing} if missing else {})
+        normalized = any(bool(into_norm[follow.equations.find(use.head)].all()) for use in uses)
+        edges.append(Edges(name, head, tail, swap, normalized, *follow.positions[region], uses[0].shift))
+    return edges
 
 
-def _number(equations: Equations, parts: Sequence[Part], absorbed: Sequence[Tensor], others: Sequence[Tensor]) -> Units:
+def _number(
+    equations: Equations, edges: Sequence[Edges], absorbed: Sequence[Tensor], others: Sequence[Tensor]
+) -> Units:
     """Numbers the free nodes that parameters touch, oldest first; those that an ε absorbs come last."""
-    touched = [t.reshape(-1) for part in parts for t in part.layout[:2]] + [t.reshape(-1) for t in others]
+    touched = [t.reshape(-1) for t in (*(t for e in edges for t in (e.head, e.tail)), *others)]
     none = torch.zeros(0, dtype=torch.long)
     ids = equations.find(torch.cat([*absorbed, none])).unique()
     ids = ids[ids > ANY]
@@ -181,23 +176,7 @@ def _number(equations: Equations, parts: Sequence[Part], absorbed: Sequence[Tens
         elif written:
             number = known.setdefault(written, len(ordered) + 1 + len(known))
             table[node], behind[number] = number, written
-    return Units(table, len(ordered) - int(late.sum()), int(late.sum()), behind)
-
-
-def _edges(parts: Sequence[Part], units: Units, equations: Equations) -> tuple[Edges, ...]:
-    return tuple(
-        Edges(
-            part.name,
-            units.of(part.layout.head, equations),
-            units.of(part.layout.tail, equations),
-            part.layout.swap,
-            part.normalized,
-            part.first,
-            part.last,
-            part.layout.shift,
-        )
-        for part in parts
-    )
+    return Units(equations, table, len(ordered) - int(late.sum()), int(late.sum()), behind)
 
 
 def _compact(edges: Sequence[Edges]) -> tuple[tuple[Edges, ...], int]:
@@ -222,12 +201,11 @@ def membership(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, F
     Each parameter adds a random signature to its units.
     """
     generator = torch.Generator().manual_seed(0)
-    signature = torch.zeros(total + 1, 2, dtype=torch.long)
+    signature = (torch.arange(total + 1) > H).long()
     for e in edges:
-        for column, ids in enumerate(_sides(e, total, forms)):
-            signature[ids, column] += torch.randint(1 << 60, (1,), generator=generator)
-    kind = (torch.arange(total + 1) > H).long()
-    keys, inverse = torch.cat([signature, kind[:, None]], 1)[1:].unique(dim=0, return_inverse=True)
+        for ids in _sides(e, total, forms):
+            signature[ids] += torch.randint(1 << 60, (1,), generator=generator)
+    keys, inverse = signature[1:].unique(return_inverse=True)
     first = torch.full((len(keys),), total, dtype=torch.long).scatter_reduce(0, inverse, torch.arange(total), "amin")
     return first.argsort().argsort()[inverse]
 

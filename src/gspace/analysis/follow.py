@@ -46,6 +46,7 @@ class Follow(Run):
         untrained: Nodes that embeddings write whose row of padding is never trained.
         norms: BatchNorms, in the order of the run.
         statistics: Running statistics by storage: nodes and power of their scale.
+        powers: By storage, the power of what its nodes stand for, if nobody has asked for it yet.
         positions: First and last use of the parameters, in the order of the run.
         branches: How many branches depended on chance.
         passed: What nodes went through, by the names of `PASSES`.
@@ -55,7 +56,7 @@ class Follow(Run):
 
     def __init__(self, rules: Mapping[str, Any], residual: str) -> None:
         self.equations = Equations()
-        self.weights = Weights(self.equations)
+        self.weights = Weights(self.equations, self.note)
         super().__init__(rules, Memory(_blank, self.weights.nodes))
         self.residual = residual
         self.pins: list[Pinned] = []
@@ -63,6 +64,7 @@ class Follow(Run):
         self.untrained: list[Tensor] = []
         self.norms: dict[tuple[int, ...], Norm] = {}
         self.statistics: dict[int, tuple[Tensor, int]] = {}
+        self.powers: dict[int, int] = {}
         self.positions: dict[tuple[int, int], tuple[int, int]] = {}
         self.passed: dict[str, list[Tensor]] = {}
         self.position = self.branches = 0
@@ -71,13 +73,10 @@ class Follow(Run):
 
     def enter(self, parameter: Tensor) -> None:
         """A parameter's elements, before any of them is read."""
-        key, n = key_of(parameter), parameter.untyped_storage().nbytes() // parameter.element_size()
-        last = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
-        begin = int(parameter.storage_offset())
-        self.weights.enter(key, begin, begin + last + 1)
-        if key not in self.memory.shadows:
-            whole = parameter.detach().as_strided((n,), (1,), 0)
-            self.memory.write(whole, Raw(key, (n,), (1,), 0))
+        self.weights.enter(parameter)
+        if parameter not in self.memory:
+            n = parameter.untyped_storage().nbytes() // parameter.element_size()
+            self.memory.write(parameter.detach().as_strided((n,), (1,), 0), Raw(key_of(parameter), (n,), (1,), 0))
 
     def unknown(self, t: Any) -> bool:
         """Whether another batch may have other values here, or there are none (meta device)."""
@@ -88,6 +87,10 @@ class Follow(Run):
         if not isinstance(t, Tensor):
             return torch.tensor(ANY if t == 0 or abs(t) == math.inf else GROUND)
         shadow = self.memory.shadows.get(key_of(t))
+        power = self.powers.pop(key_of(t), 1)
+        if shadow is not None and power != 1:
+            squares = self.equations.sum(power, self.memory.nodes(shadow.content), 1, torch.tensor(GROUND))
+            shadow = self.memory.shadows[key_of(t)] = shadow._replace(content=squares)
         if shadow is None:
             literal = t.dim() == 0 and t.is_floating_point() and not (t.is_meta or self.depends_on_data(t))
             zero = literal and bool((t == 0) | t.isinf())
@@ -127,7 +130,10 @@ class Follow(Run):
         """Sets nodes to ground."""
         new = self.weights.ground(content) if isinstance(content, Raw) else self.equations.ground(squash(content)[0])
         if new:
-            self.pins.append(Pinned(operation or self.operation, self.where(), new, reason))
+            self.note(new, reason, operation)
+
+    def note(self, count: int, reason: str, operation: str = "") -> None:
+        self.pins.append(Pinned(operation or self.operation, self.where(), count, reason))
 
     def absorb(self, nodes: Tensor) -> None:
         """An ε is in the way: a symmetry only as it goes to 0."""

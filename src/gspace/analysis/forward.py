@@ -65,8 +65,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Attributes, buffers, gradients, flags, generators and torch's fast paths are afterwards what they were before."""
     with ONE_AT_A_TIME, ExitStack() as later:
-        for value in _held([vars(m) for m in model.modules()]):
-            later.callback(*_way_back(value))
+        ways = [_way_back(value) for value in _held([vars(m) for m in model.modules()])]
+        later.callback(lambda: [function(*args) for function, *args in ways])
         for m in model.modules():
             if vars(m).get("_compiled_call_impl") is not None:
                 vars(m)["_compiled_call_impl"] = None  # compiled models run as they are written

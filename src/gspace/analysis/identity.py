@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from gspace.sharding import class_of
+
 _OF_ALL = frozenset(vars(nn.Module()))  # what every module has, for torch's own use
 
 
@@ -18,7 +20,7 @@ def modules_of(model: nn.Module) -> dict[str, str]:
     found = {}
     for name, m in model.named_modules(remove_duplicate=False):
         told = {key: _said(value) for key, value in vars(m).items() if _tells(key, value)}
-        found[name] = f"{type(m).__module__}.{type(m).__qualname__} {told}"
+        found[name] = f"{class_of(m).__module__}.{class_of(m).__qualname__} {told}"
     return found
 
 

@@ -6,7 +6,7 @@ The rules are as in `rules.py`.
 import torch
 from torch import Tensor
 
-from gspace.analysis.follow import Follow, Nodes, Norm, Pinned
+from gspace.analysis.follow import Follow, Nodes, Norm
 from gspace.analysis.memory import Raw, key_of
 from gspace.analysis.rules import ZERO
 from gspace.analysis.run import Call
@@ -102,7 +102,7 @@ def attention(s: Follow, c: Call) -> list[Nodes]:
         s.pin(s.ids(mask), "inside of a softmax")
     count = s.equations.cancel(s.reduce(q, -2), s.reduce(k, -2))
     if count:
-        s.pins.append(Pinned(s.operation, s.where(), count, "queries and keys meet in a softmax: one scale for both"))
+        s.note(count, "queries and keys meet in a softmax: one scale for both")
     return [s.reduce(v, -2)] + [None] * 8
 
 
@@ -150,11 +150,10 @@ def batch_norm(s: Follow, c: Call) -> list[Nodes]:
         _biased(s, written, c["bias"])
     s.norms[key] = Norm(absorbed, written, gain is not None)
     for t, power in statistics:
-        nodes = absorbed if power == 1 else s.equations.sum(power, absorbed, 1, ZERO)
-        if key_of(t) in s.statistics:
-            s.equations.tie(s.statistics[key_of(t)][0], absorbed)
-        s.statistics.setdefault(key_of(t), (absorbed, power))
-        s.memory.write(t, nodes)
+        known, _ = s.statistics.setdefault(key_of(t), (absorbed, power))
+        s.equations.tie(known, absorbed)
+        s.memory.write(t, absorbed)
+        s.powers[key_of(t)] = power
     return [_channels(written, x.dim()), None, None, None, None]
 
 

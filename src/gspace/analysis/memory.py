@@ -6,7 +6,6 @@ parameter, and of a copy of one, is `Raw`: a place in the parameter, for which n
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -67,24 +66,21 @@ class Memory:
         shadow = self.shadows.get(key_of(t))
         if shadow is None or shadow.itemsize != t.element_size():
             return None
-        sizes, strides, offset = geometry(t)
-        if (sizes, strides, offset) == shadow[2:5]:
-            return shadow.content
-        parts = locate(sizes, strides, offset, shadow)
+        place, content = geometry(t), shadow.content
+        if place == shadow[2:5]:
+            return content
+        parts = locate(place, shadow[2:5], content.stride())
         if parts is None:
-            return self._flat(t, shadow).as_strided(sizes, strides, offset)
-        split, steps, start = parts
-        content = shadow.content
-        if isinstance(content, Tensor):
-            if sizes == content.shape[::-1] and [s for ss in steps for s in ss] == list(content.stride()[::-1]):
-                return content.permute(*reversed(range(content.dim())))
-            start += int(content.storage_offset())
-            found = content.as_strided([n for ns in split for n in ns], [s for ss in steps for s in ss], start)
-            return found if found.shape == t.shape else found.reshape(sizes)
-        merged = [_merge(ns, ss) for ns, ss in zip(split, steps, strict=True)]
-        if None in merged:
-            return self._flat(t, shadow).as_strided(sizes, strides, offset)
-        return content.as_strided(sizes, [s for s in merged if s is not None], start)
+            return self._flat(t, shadow).as_strided(*place)
+        joined = [_joined(*walk) for walk in zip(*parts[:2], strict=True)]
+        split, steps = ([part[k] for walk in joined for part in walk] for k in (0, 1))
+        if isinstance(content, Raw):
+            simple = len(split) == t.dim()
+            return content.as_strided(split, steps, parts[2]) if simple else self._flat(t, shadow).as_strided(*place)
+        if t.shape == content.shape[::-1] and steps == list(content.stride()[::-1]):
+            return content.permute(*reversed(range(content.dim())))
+        found = content.as_strided(split, steps, parts[2] + int(content.storage_offset()))
+        return found if found.shape == t.shape else found.reshape(t.shape)
 
     def write(self, t: Tensor, content: Tensor | Raw | None) -> None:
         """`content` has the sizes of `t`, or is to be expanded to them; None: there is nothing to know."""
@@ -124,68 +120,62 @@ class Memory:
             del self.shadows[key]
 
 
-def locate(
-    sizes: Sizes, strides: Sizes, offset: int, shadow: Shadow
-) -> tuple[list[list[int]], list[list[int]], int] | None:
-    """A view in terms of what was written: for each of its dimensions, parts with their sizes and content strides.
+def _joined(sizes: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Parts that can be walked as one."""
+    found: list[tuple[int, int]] = []
+    for n, step in zip(sizes, strides, strict=True):
+        whole = found and found[-1][1] == n * step
+        found = [*found[:-1], (found[-1][0] * n, step)] if whole else [*found, (n, step)]
+    return found
 
-    A dimension of the view walks along one dimension of the writer, or along several that it has merged, innermost
-    last. None: it does neither.
+
+Place = tuple[Sizes, Sizes, int]  # sizes, strides, offset
+
+
+def locate(place: Place, there: Place, inner: Sequence[int]) -> tuple[list[list[int]], list[list[int]], int] | None:
+    """A view in terms of another one, `there`, whose elements lie elsewhere with strides `inner`.
+
+    For each dimension of the view parts with their sizes and strides there, and the place of the first element. A
+    dimension walks along one dimension of the other view, or along several that it has merged, innermost last. None:
+    it does neither.
     """
-    dims = sorted(
-        ((step, n, inner) for n, step, inner in zip(shadow.sizes, shadow.strides, shadow.content.stride(), strict=True)
-         if n > 1),
-        reverse=True,
-    )  # fmt: skip
-    start, at = 0, offset - shadow.offset
+    (sizes, strides, offset), (written, steps, begin) = place, there
+    dims = sorted(((step, n, far) for n, step, far in zip(written, steps, inner, strict=True) if n > 1), reverse=True)
+    start, at = 0, offset - begin
     if at < 0:
         return None
     room = []
-    for step, n, inner in dims:
+    for step, n, far in dims:
         first = min(at // step, n - 1) if step else 0
         at -= first * step
-        start += first * inner
+        start += first * far
         room.append(n - first)
     if at:
         return None
-    split, steps = [], []
-    for n, stride in zip(sizes, strides, strict=True):
-        if n == 1 or stride == 0:
-            split.append([n])
-            steps.append([0])
-            continue
-        parts = _walk(n, stride, dims, room)
-        if parts is None:
-            return None
-        split.append([size for size, _ in parts])
-        steps.append([step for _, step in parts])
-    return split, steps, start
+    walks = [[(n, 0)] if n == 1 or stride == 0 else _walk(n, stride, dims, room)
+             for n, stride in zip(sizes, strides, strict=True)]  # fmt: skip
+    found = [walk for walk in walks if walk is not None]
+    if len(found) < len(walks):
+        return None
+    return [[n for n, _ in walk] for walk in found], [[step for _, step in walk] for walk in found], start
 
 
 def _walk(n: int, stride: int, dims: Sequence[tuple[int, int, int]], room: list[int]) -> list[tuple[int, int]] | None:
-    """(size, content stride) of each dimension of the writer that n steps of `stride` walk along."""
+    """Sizes and strides of the parts that n steps of `stride` walk along."""
     parts: list[tuple[int, int]] = []
     for k in reversed(range(len(dims))):
-        step, size, inner = dims[k]
+        step, size, far = dims[k]
         if step == 0 or stride % step or stride // step >= size:
             continue
         jump = stride // step
         if jump * (n - 1) < room[k]:
             room[k] -= jump * (n - 1)
-            return [(n, jump * inner), *parts]
+            return [(n, jump * far), *parts]
         if room[k] != size or size % jump or n % (size // jump):
             return None  # begins in the middle of a row and goes over its end
-        parts = [(size // jump, jump * inner), *parts]
+        parts = [(size // jump, jump * far), *parts]
         room[k] = min(jump, room[k])
         n, stride = n // (size // jump), step * size
         if k == 0 or dims[k - 1][0] != stride:
             return None
     return None
-
-
-def _merge(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The stride of several dimensions walked as one; None: there is none."""
-    for (outer, inner), n in zip(pairwise(strides), sizes[1:], strict=True):
-        if outer != inner * n:
-            return None
-    return strides[-1]

@@ -44,14 +44,15 @@ class Edges:
     def fits(self, parameter: Tensor) -> bool:
         """Whether `parameter` has this many outputs and inputs."""
         try:
-            return self.view(parameter).shape[:3] == (*self.head.shape, self.tail.shape[1])
+            like = torch.empty(parameter.shape, device="meta")  # it may be sharded
+            return self.view(like).shape[:3] == (*self.head.shape, self.tail.shape[1])
         except RuntimeError:  # it cannot be divided so
             return False
 
     def view(self, parameter: Tensor) -> Tensor:
         """`parameter` as `(group, out, in, *taps)`, without a copy whatever its strides."""
         if parameter.numel() == 0:
-            return parameter.reshape(*self.head.shape, self.tail.shape[1])
+            return parameter.reshape(*self.head.shape, self.tail.shape[1], *parameter.shape[2:])
         if parameter.dim() != 1 and self.head.numel() != parameter.numel():
             split = parameter.unflatten(0, (self.head.shape[0], -1))
             return split.transpose(1, 2) if self.swap else split

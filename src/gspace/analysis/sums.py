@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from gspace.analysis.forward import PathError
 from gspace.analysis.memory import Memory, key_of
 from gspace.analysis.run import Call, Run, facts
+from gspace.sharding import whole
 
 LAYERS = 4  # products of weights in a row before a sum is renormalized
 NOTHING = -1e30  # the exponent of zeros: they hide nothing small beside them
@@ -231,7 +232,8 @@ class Sums(Run):
 
 
 def power(t: Tensor, p: float) -> Tensor:
-    """|t|^p in float64."""
+    """|t|^p in float64, of all of t if it is sharded."""
+    t = whole(t)
     wide = (t.abs() if t.is_complex() else t).double().contiguous()
     if p == 2:
         return wide.square() if wide is t or wide.requires_grad else wide.square_()

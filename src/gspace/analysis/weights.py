@@ -1,64 +1,78 @@
 """Parameters as edges: each use of one says that its elements scale with x[head] − x[tail].
 
-A use is kept as vectors, O(in + out) for a matrix: where it lies in the parameter's storage, and nodes `head` and
-`tail` that broadcast to its sizes. Where two uses overlap, both are true. On the grid of strides that they share,
-h₁ − t₁ − h₂ + t₂ is a sum of functions of separate dimensions and vanishes everywhere: each of them is constant, and
-the constants add up to 0.
+A use is kept as vectors, O(in + out) for a matrix: which indices it has along each dimension of the parameter, and
+nodes `head` and `tail` that broadcast to them. Where two uses overlap, both are true: h₁ − t₁ − h₂ + t₂ is a sum of
+functions of separate dimensions and vanishes everywhere, so each of them is constant, and the constants add up to 0.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash
-from gspace.analysis.memory import Raw
+from gspace.analysis.memory import Place, Raw, geometry, key_of, locate
 
 LARGEST = 1 << 20  # elements of a matrix that are followed one by one
 
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """Elements of a parameter's storage used as edges; `shift` + w is what scales (1 for a gain written 1 + w)."""
+    """Elements of a parameter used as edges; `shift` + w is what scales (1 for a gain written 1 + w).
+
+    Attributes:
+        head, tail: Nodes as the operation sees them, at `place`.
+        rows: Indices along each dimension of the parameter, ascending.
+        terms: Head and tail along those dimensions.
+        normalizes: γ or β of a BatchNorm.
+        pinned: Read in a way that lets no scale change it: no edge.
+        groups: Of a convolution.
+    """
 
     place: Raw
     head: Tensor
     tail: Tensor
-    shift: float
-    normalizes: bool = False  # γ or β of a BatchNorm
-    pinned: bool = False  # read in a way that lets no scale change it: no edge
-    groups: int = 1  # of a convolution
+    rows: list[Tensor]
+    terms: list[Tensor]
+    shift: float = 0.0
+    normalizes: bool = False
+    pinned: bool = False
+    groups: int = 1
 
 
 @dataclass
 class Weights:
-    """Every use of every parameter, by storage.
+    """Every use of every parameter.
 
     Attributes:
-        regions: Where in each storage parameters begin and end; those that overlap are one.
-        uses: By storage and begin of the region, in the order of the run.
+        note: Called with a number of channels and a reason where something is pinned here.
+        places: By storage, the parameters; one that is used in another shape than its own as one long row.
+        uses: By storage and begin of the parameter, in the order of the run.
         repeats: Pairs of terms (h₁, t₁), (h₂, t₂) of elements that were used twice.
-        clashes: Terms of uses whose places overlap in a way that no grid describes.
-        idle: Regions of parameters that only zeros were multiplied by: any scale will do.
+        idle: Parameters that only zeros were multiplied by: any scale will do.
     """
 
     equations: Equations
-    regions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    note: Callable[[int, str], None]
+    places: dict[int, list[Place]] = field(default_factory=dict)
     uses: dict[tuple[int, int], list[Use]] = field(default_factory=dict)
-    repeats: list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = field(default_factory=list)
-    clashes: list[Tensor] = field(default_factory=list)
+    repeats: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
     idle: set[tuple[int, int]] = field(default_factory=set)
 
-    def enter(self, key: int, begin: int, end: int) -> None:
-        """A parameter's elements in its storage."""
-        regions = self.regions.setdefault(key, [])
-        touching = [r for r in regions if r[0] < end and begin < r[1]]
-        joined = min([begin, *(r[0] for r in touching)]), max([end, *(r[1] for r in touching)])
-        self.regions[key] = sorted([r for r in regions if r not in touching] + [joined])
+    def enter(self, parameter: Tensor) -> None:
+        places = self.places.setdefault(key_of(parameter), [])
+        places.append(geometry(parameter))
+        places.sort(key=lambda place: -place[2])
+
+    def _parameter(self, raw: Raw) -> Place:
+        return next(place for place in self.places[raw.key] if place[2] <= raw.offset)
 
     def region(self, raw: Raw) -> tuple[int, int]:
-        return raw.key, next(begin for begin, end in reversed(self.regions[raw.key]) if begin <= raw.offset)
+        """Which parameter that is."""
+        return raw.key, self._parameter(raw)[2]
 
     def nodes(self, raw: Raw) -> Tensor:
         """A node for each element of `raw`, with its log-scale."""
@@ -88,7 +102,7 @@ class Weights:
             if (use.place, use.shift, use.head.shape) == (place, shift, tuple(shape)) and self._same(use.tail, tail):
                 return use.head
         head = self.equations.fresh(*shape)
-        self.use(Use(place, head, tail, shift, normalizes, groups=groups))
+        self._use(place, head, tail, shift=shift, normalizes=normalizes, groups=groups)
         return head
 
     def ground(self, raw: Raw) -> int:
@@ -97,7 +111,7 @@ class Weights:
         for use in self.uses.get(self.region(raw), ()):
             if use.place == place and self._same(use.head, zero) and self._same(use.tail, zero):
                 return 0
-        self.use(Use(place, zero, zero, 0.0, pinned=True))
+        self._use(place, zero, zero, pinned=True)
         return min([n for n in place.sizes if n > 1][:2], default=1)
 
     def free(self) -> int:
@@ -109,39 +123,46 @@ class Weights:
         (a,), (b,) = squash(self.equations.find(a)), squash(self.equations.find(b))
         return torch.equal(a, b) if a.dim() == b.dim() else torch.equal(a.reshape(-1), b.reshape(-1))
 
-    def use(self, new: Use) -> None:
+    def _use(self, place: Raw, head: Tensor, tail: Tensor, **options: Any) -> None:
         """Enters a use; what an earlier one says of the same elements is made to agree with it."""
-        rank = len(new.place.sizes)
-        new = replace(new, head=_of_rank(new.head, rank), tail=_of_rank(new.tail, rank))
-        region = self.region(new.place)
-        earlier = self.uses.setdefault(region, [])
-        for use in earlier:
-            self._reconcile(use, new, region[1])
-        earlier.append(new)
+        parameter = self._parameter(place)
+        earlier = self.uses.setdefault((place.key, parameter[2]), [])
+        block = _block(place, parameter, (head, tail)) or self._in_a_row(place, parameter, earlier, (head, tail))
+        if block is None:
+            self.equations.ground(torch.cat([head.reshape(-1), tail.reshape(-1)]))
+            self.note(min(place.sizes), "a part of a parameter that is no block of it")
+            zero, options = torch.zeros((), dtype=torch.long), {"pinned": True}
+            place, head, tail = Raw(place.key, *parameter), zero, zero
+            block = [torch.arange(n) for n in parameter[0]], [zero.reshape([1] * len(parameter[0]))] * 2
+        earlier.append(Use(place, head, tail, *block, **options))
+        for use in earlier[:-1]:
+            self._reconcile(use, earlier[-1])
 
-    def _reconcile(self, a: Use, b: Use, begin: int) -> None:
-        strides = sorted({s for u in (a, b) for n, s in zip(u.place.sizes, u.place.strides, strict=True) if n > 1})
-        first, second = (on_grid(u, strides[::-1], begin) for u in (a, b))
-        if first is None or second is None:
-            if _apart(a.place, b.place):
-                return
-            both = torch.cat([t.reshape(-1) for u in (a, b) for t in (u.head, u.tail)])
-            self.clashes.append(both.unique())
-            self.equations.ground(both)
-            return
-        (starts_a, sizes_a, terms_a), (starts_b, sizes_b, terms_b) = first, second
-        for d, (i, j, n, m) in enumerate(zip(starts_a, starts_b, sizes_a, sizes_b, strict=True)):
-            start, end = max(i, j), min(i + n, j + m)
-            if start >= end:
-                return
-            terms_a = [t.narrow(d, start - i, end - start) for t in terms_a]
-            terms_b = [t.narrow(d, start - j, end - start) for t in terms_b]
-        self.repeats.append(((terms_a[0], terms_a[1]), (terms_b[0], terms_b[1])))
+    def _in_a_row(self, place: Raw, parameter: Place, earlier: list[Use], ends: Sequence[Tensor]) -> Any:
+        """Takes a parameter for one long row, element by element, where a use has another shape than its own."""
+        n = math.prod(parameter[0])
+        row = (n,), (1,), parameter[2]
+        uses = [(use.place, (use.head, use.tail)) for use in earlier]
+        blocks = [_block(where, row, nodes) for where, nodes in (*uses, (place, ends))]
+        if n > LARGEST or None in blocks:
+            return None
+        earlier[:] = [replace(use, rows=b[0], terms=b[1]) for use, b in zip(earlier, blocks, strict=False) if b]
+        self.places[place.key] = [row if p is parameter else p for p in self.places[place.key]]
+        return blocks[-1]
+
+    def _reconcile(self, a: Use, b: Use) -> None:
+        first, second = a.terms, b.terms
+        for d, (i, j) in enumerate(zip(a.rows, b.rows, strict=True)):
+            if not torch.equal(i, j):
+                first, second = _at(first, d, torch.isin(i, j)), _at(second, d, torch.isin(j, i))
+                if not bool(torch.isin(i, j).any()):
+                    return
+        self.repeats.append((first, second))
         if a.shift != b.shift:
-            self.clashes.append(torch.cat([t.reshape(-1) for t in (*terms_a, *terms_b)]).unique())
-            self.equations.ground(self.clashes[-1])
+            self.equations.ground(torch.cat([t.reshape(-1) for t in (*first, *second)]))
+            self.note(max(map(len, a.rows)), "a gain that is used with 1 added to it and without")
             return
-        self._agree([(1, terms_a[0]), (-1, terms_a[1]), (-1, terms_b[0]), (1, terms_b[1])])
+        self._agree([(1, first[0]), (-1, first[1]), (-1, second[0]), (1, second[1])])
 
     def _agree(self, terms: Sequence[tuple[int, Tensor]]) -> None:
         """Σ ±x = 0 at every point of a grid."""
@@ -165,8 +186,8 @@ class Weights:
         self.equations.tie(total, torch.tensor(GROUND))
 
 
-def _of_rank(t: Tensor, rank: int) -> Tensor:
-    return t.reshape([1] * (rank - t.dim()) + list(t.shape))
+def _at(terms: list[Tensor], d: int, chosen: Tensor) -> list[Tensor]:
+    return [t if t.shape[d] == 1 else t.index_select(d, chosen.nonzero()[:, 0]) for t in terms]
 
 
 def _without_repeats(raw: Raw) -> Raw:
@@ -176,39 +197,35 @@ def _without_repeats(raw: Raw) -> Raw:
     return raw._replace(sizes=sizes, strides=strides)
 
 
-def _apart(a: Raw, b: Raw) -> bool:
-    ends = [p.offset + sum((n - 1) * s for n, s in zip(p.sizes, p.strides, strict=True)) for p in (a, b)]
-    return ends[0] < b.offset or ends[1] < a.offset
-
-
-def on_grid(use: Use, strides: Sequence[int], begin: int) -> tuple[list[int], list[int], list[Tensor]] | None:
-    """Start and size of a use along each stride, largest first, and its head and tail so; None: it does not fit."""
-    sizes, steps, offset = use.place.sizes, use.place.strides, use.place.offset - begin
-    order = sorted((d for d, n in enumerate(sizes) if n > 1), key=lambda d: -steps[d])
-    flat = [d for d, n in enumerate(sizes) if n == 1]
-    terms = [t.expand(sizes).permute([*order, *flat]).reshape([sizes[d] for d in order]) for t in (use.head, use.tail)]
-    found: list[int] = []
-    for k in range(len(strides)):
-        d = order[0] if order else -1
-        at = len(found)
-        if d >= 0 and steps[d] == strides[k]:
-            found.append(terms[0].shape[at])
-            order = order[1:]
-        elif d >= 0 and steps[d] < strides[k] and terms[0].shape[at] * steps[d] > strides[k]:
-            inner = strides[k] // steps[d]
-            if strides[k] % steps[d] or terms[0].shape[at] % inner or (offset // steps[d]) % inner:
-                return None
-            terms = [t.unflatten(at, (-1, inner)) for t in terms]
-            found.append(terms[0].shape[at])
-        else:
-            terms = [t.unsqueeze(at) for t in terms]
-            found.append(1)
-    starts, at = [], offset
-    for s in strides:
-        starts.append(at // s)
-        at %= s
-    # Along every stride a use must stay inside the next larger one, or the grid would count elements twice.
-    for k in range(1, len(strides)):
-        if (starts[k] + found[k] - 1) * strides[k] >= strides[k - 1]:
-            return None
-    return (starts, found, terms) if at == 0 or not strides else None
+def _block(place: Raw, parameter: Place, ends: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
+    """The indices of a place along each dimension of a parameter, and nodes so; None if they are no product of such."""
+    shape = parameter[0]
+    dense = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    found = locate(place[1:], parameter, dense)
+    if found is None:
+        return None
+    split, steps, start = found
+    sizes, jumps = ([n for part in parts for n in part] for parts in (split, steps))
+    along = [[k for k, step in enumerate(jumps) if dense[d] <= step < dense[d] * n] for d, n in enumerate(shape)]
+    rows = []
+    for d, dims in enumerate(along):
+        index = torch.tensor(start // dense[d] % shape[d])
+        for k in dims:
+            index = index[..., None] + torch.arange(sizes[k]) * (jumps[k] // dense[d])
+        rows.append(index.reshape(-1))
+    if any(len(index.unique()) < len(index) for index in rows):
+        return None
+    order = [k for dims in along for k in dims]
+    terms = []
+    for t in ends:
+        t = t.reshape([1] * (len(split) - t.dim()) + list(t.shape))
+        t = t.reshape([n for m, ns in zip(t.shape, split, strict=True) for n in (ns if m > 1 else [1] * len(ns))])
+        varies = [any(t.shape[k] > 1 for k in dims) for dims in along]
+        wide = {k for dims, one in zip(along, varies, strict=True) if one for k in dims}
+        t = t.expand([sizes[k] if k in wide else n for k, n in enumerate(t.shape)])
+        t = t.permute([*order, *(k for k in range(t.dim()) if k not in order)])
+        t = t.reshape([len(i) if one else 1 for i, one in zip(rows, varies, strict=True)])
+        for d, index in enumerate(rows):
+            t = t.index_select(d, index.argsort()) if varies[d] else t
+        terms.append(t)
+    return [index.sort().values for index in rows], terms

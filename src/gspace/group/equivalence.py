@@ -11,6 +11,7 @@ from gspace.analysis import Analysis, Edges, analyzed, magnitude, require_module
 from gspace.devices import on_cpu
 from gspace.group.scaling import Scales, balanced
 from gspace.optim.arguments import number
+from gspace.sharding import weights_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def are_equivalent(
     require_module(model_b)
     if rtol is not None and not 0 <= number(rtol) < math.inf:
         raise ValueError(f"rtol must be finite and not negative, got {rtol!r}")
-    a, b = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model_a, model_b))
+    a, b = ({**weights_of(m), **dict(m.named_buffers())} for m in (model_a, model_b))
     if a.keys() != b.keys():
         return Equivalence(False, f"only one of the models has {sorted(a.keys() ^ b.keys())[0]!r}")
     for name in a:

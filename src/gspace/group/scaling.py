@@ -19,6 +19,7 @@ from gspace.analysis import Analysis, analyzed
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales, conjugate_gradients, squares
 from gspace.optim.arguments import number, require_seen, require_values
+from gspace.sharding import edges_here, local, require, reshard, shared, weights_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +98,7 @@ def random_scales(
     log = std * torch.randn(found.H + found.H_absorbed, generator=generator, dtype=torch.float64, device="cpu")
     if not absorbed:
         log[found.H :] = 0
-    return Scales(log.exp())
+    return Scales(shared(dict(model.named_parameters()), log).exp())
 
 
 def rescale_(
@@ -129,6 +130,9 @@ def rescale_(
         raise ValueError(f"the model has {found.H}{also} units to scale, got {len(scales)} scales")
     log = torch.zeros(1 + found.H + found.H_absorbed, dtype=torch.float64, device="cpu")
     log[1 : 1 + len(scales)] = scales.log()
+    parameters = dict(model.named_parameters())
+    same = bool((shared(parameters, log) == log).all())
+    require(parameters, "" if same else "these are other scales than those of the first rank")
     _apply(model, found, log)
     return model
 
@@ -136,40 +140,44 @@ def rescale_(
 def _apply(model: nn.Module, analysis: Analysis, units: Tensor) -> None:
     """Multiplies by e^(x[head] − x[tail]) what each unit's log-scale x says; a gain 1 + w is multiplied as a whole."""
     require_seen(analysis)
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    parameters, buffers = dict(reshard(model).named_parameters()), dict(model.named_buffers())
     changes: list[tuple[str, Tensor, Tensor, float]] = []
     c = analysis.log_scales(units).exp()
     for e in analysis.edges:
         if bool((c[e.head] != 1).any()) or bool((c[e.tail] != 1).any()):
-            view = e.view(parameters[e.name].detach())
-            factor = c[e.head][:, :, None] / c[e.tail][:, None, :]
+            here = edges_here(e, parameters[e.name])
+            view = here.view(local(parameters[e.name].detach()))
+            factor = c[here.head][:, :, None] / c[here.tail][:, None, :]
             factor = factor.reshape(*factor.shape, *[1] * (view.dim() - 3)).to(view.device)
             changes.append((e.name, view, factor, e.shift))
     for s in analysis.statistics:
         factor = c[s.unit] ** s.power
         if bool((factor != 1).any()):
             changes.append((s.name, buffers[s.name], factor.to(buffers[s.name].device), 0.0))
-    for name, view, factor, shift in changes:
-        limits, before = torch.finfo(view.dtype), (view + shift).abs()
-        after = before * factor
-        if not bool(before.isfinite().all()):
-            raise ValueError(f"{name} holds values that are not finite, which no scale changes")
-        lost = (after < limits.tiny * limits.eps) & (before > 0)
-        # Single weights may lose digits below the normal numbers, but not all of a row.
-        faint = (_row_sizes(after) < limits.tiny) & (_row_sizes(before) >= limits.tiny)
-        if not bool((after <= limits.max).all()) or bool(lost.any()) or bool(faint.any()):
-            low, high = (float(x) for x in after[before > 0].aminmax())
-            raise ValueError(
-                f"these scales take {name} out of the range of {view.dtype} (it would be {low:.3g} to {high:.3g})"
-            )
+    require(parameters, next(filter(None, (_doubt(*change) for change in changes)), ""))
     with torch.no_grad():
         for _, view, factor, shift in changes:
             view.copy_((view + shift) * factor - shift if shift else view * factor)
 
 
+def _doubt(name: str, view: Tensor, factor: Tensor, shift: float) -> str:
+    """What speaks against these factors, or nothing."""
+    limits, before = torch.finfo(view.dtype), (view + shift).abs()
+    after = before * factor
+    if not bool(before.isfinite().all()):
+        return f"{name} holds values that are not finite, which no scale changes"
+    lost = (after < limits.tiny * limits.eps) & (before > 0)
+    # Single weights may lose digits below the normal numbers, but not all of a row.
+    faint = (_row_sizes(after) < limits.tiny) & (_row_sizes(before) >= limits.tiny)
+    if bool((after <= limits.max).all()) and not bool(lost.any()) and not bool(faint.any()):
+        return ""
+    low, high = (float(x) for x in after[before > 0].aminmax())
+    return f"these scales take {name} out of the range of {view.dtype} (it would be {low:.3g} to {high:.3g})"
+
+
 def _row_sizes(view: Tensor) -> Tensor:
     """Largest |w| of each row of a parameter's view that has several entries."""
-    return view.flatten(2).amax(2) if view.dim() > 2 and view[0, 0].numel() > 1 else view.new_empty(0)
+    return view.flatten(2).amax(2) if view.numel() and view.dim() > 2 and view[0, 0].numel() > 1 else view.new_empty(0)
 
 
 def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | None = None, **options: Any) -> Scales:
@@ -186,7 +194,7 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
     """
     require_values(model)
     found = analyzed(model, analysis, options)
-    log = balanced(found, dict(model.named_parameters()), absorbed)
+    log = balanced(found, weights_of(model), absorbed)
     _apply(model, found, log)
     return Scales(log[1:].exp())
 

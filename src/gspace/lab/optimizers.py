@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gspace import GSGD, init_skeleton_
+from gspace import GSGD, Analysis, analyze, init_skeleton_
 from gspace.lab.errors import RecipeError
 from gspace.lab.models import stage_ends
 from gspace.lab.seeds import generator
@@ -37,6 +37,10 @@ def symmetry(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
     return {"residual": recipe.residual, "pin": PINS[recipe.pin](model)}
 
 
+def _analysis(model: nn.Module, recipe: Recipe) -> Analysis:
+    return analyze(model, **symmetry(model, recipe))
+
+
 def _momentum(recipe: Recipe) -> dict[str, Any]:
     return {"momentum": recipe.momentum, "nesterov": recipe.nesterov, "weight_decay": recipe.weight_decay}
 
@@ -51,7 +55,7 @@ def _sgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optim
 
 
 def _sgd_frozen(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
-    optimizer = FrozenSkeletonSGD(model, rate, **symmetry(model, recipe), **_momentum(recipe), **_way(rate))
+    optimizer = FrozenSkeletonSGD(model, rate, analysis=_analysis(model, recipe), **_momentum(recipe), **_way(rate))
     optimizer.rechoose()  # in the first weights, before a CUDA graph is captured
     return optimizer
 
@@ -62,7 +66,7 @@ def _gsgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Opti
     rules: dict[str, Any] = {"batch_norm": recipe.batch_norm}
     if recipe.allocation != "fixed":
         rules["allocation"] = recipe.allocation
-    optimizer = GSGD(model, rate, **_momentum(recipe), **rules, **symmetry(model, recipe), **given)
+    optimizer = GSGD(model, rate, **_momentum(recipe), **rules, **given, analysis=_analysis(model, recipe))
     optimizer.rechoose()  # in the first weights, before a CUDA graph is captured
     return optimizer
 

@@ -9,6 +9,7 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ def parse_spec(text: str) -> Spec:
     >>> parse_spec("nets/model.py:build(3, width=32)")
     Spec(source='nets/model.py', name='build', args=(3,), kwargs={'width': 32})
     """
-    if (Path(text.strip()).expanduser() / "config.json").is_file():
+    if os.path.isfile(os.path.join(os.path.expanduser(text.strip()), "config.json")):  # False for what is no path
         return Spec(text.strip(), "config.json")
     match = _SPEC.fullmatch(text.strip())
     if match is None:
@@ -111,21 +112,22 @@ def one_line(error: BaseException) -> str:
 
 
 def _literals(call: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    told = " ".join(call.split())
     try:
         node = ast.parse(f"_{call}", mode="eval").body
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-            raise SpecError(f"cannot read the arguments {call}: more than one pair of parentheses")
+            raise SpecError(f"cannot read the arguments {told}: more than one pair of parentheses")
         kwargs = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg is not None}
         if len(kwargs) < len(node.keywords):
-            raise SpecError(f"cannot read the arguments {call}: ** is not a literal")
+            raise SpecError(f"cannot read the arguments {told}: ** is not a literal")
         return tuple(ast.literal_eval(argument) for argument in node.args), kwargs
     except SpecError:
         raise
     except SyntaxError as error:
-        raise SpecError(f"cannot read the arguments {call}: {error.msg}") from error
+        raise SpecError(f"cannot read the arguments {told}: {error.msg}") from error
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise SpecError(
-            f"cannot read the arguments {call}: only literals are allowed (numbers, strings, ...)"
+            f"cannot read the arguments {told}: only literals are allowed (numbers, strings, ...)"
         ) from error
 
 

@@ -18,6 +18,7 @@ from gspace.analysis import Analysis, analyzed, require_module
 from gspace.group.balance import squares
 from gspace.group.scaling import Scales, random_scales, rescale_
 from gspace.optim.coordinates import Coordinates, coordinates, path_values
+from gspace.sharding import refuse_sharded, weights_of
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Any, Any], Tensor]
@@ -112,6 +113,7 @@ def invariance_gap(
     True
     """
     found = analyzed(model, analysis, options, "pin")
+    refuse_sharded(dict(model.named_parameters()), "invariance_gap")
     plain, scaled = copy.deepcopy(model), copy.deepcopy(model)
     rescale_(scaled, random_scales(model, generator, analysis=found) if scales is None else scales, analysis=found)
     pair = [(m, make_optimizer(m)) for m in (plain, scaled)]
@@ -207,7 +209,7 @@ def balancedness(model: nn.Module, *, analysis: Analysis | None = None, **option
     found = analyzed(model, analysis, options, "pin")
     n = 1 + found.H + found.H_absorbed
     incoming, outgoing = (torch.zeros(n, dtype=torch.float64, device="cpu") for _ in range(2))
-    for e, square in zip(found.edges, squares(found.edges, dict(model.named_parameters())), strict=True):
+    for e, square in zip(found.edges, squares(found.edges, weights_of(model)), strict=True):
         incoming.index_add_(0, e.head.reshape(-1), square.sum(2).reshape(-1).cpu())
         outgoing.index_add_(0, e.tail.reshape(-1), square.sum(1).reshape(-1).cpu())
     return Balance(incoming[1 : 1 + found.H], outgoing[1 : 1 + found.H])

@@ -1,14 +1,16 @@
 """What an optimizer is given: refused before anything is changed, or warned of."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import Optimizer
 
-from gspace.analysis import Analysis, Inputs, Residual, require_module
+from gspace.analysis import Analysis, Inputs, require_module
+from gspace.sharding import local, refuse_flat
+from gspace.sharding import require as require_all
 
 
 def require_model(model: Any) -> None:
@@ -19,24 +21,20 @@ def require_model(model: Any) -> None:
     for name, p in model.named_parameters():
         if not isinstance(p, UninitializedParameter) and p.is_inference():
             raise ValueError(f"parameter {name!r} was made under torch.inference_mode and cannot be trained")
-        if type(p.data).__name__ == "DTensor":
-            raise ValueError(
-                f"parameter {name!r} is a DTensor (FSDP2 and tensor parallelism make them): "
-                "a step needs whole weights, as ordinary tensors"
-            )
 
 
 def require_values(model: Any) -> None:
     require_module(model)
+    refuse_flat(model)
     for name, p in model.named_parameters():
         if p.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
 
 
 def require_finite(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if not bool(p.isfinite().all()):
-            raise ValueError(f"{name} is not finite: no skeleton can be chosen in such a network")
+    parameters = dict(model.named_parameters())
+    bad = next((name for name, p in parameters.items() if not bool(local(p).isfinite().all())), None)
+    require_all(parameters, f"{bad} is not finite: no skeleton can be chosen in such a network" if bad else "")
 
 
 def require_seen(analysis: Analysis) -> None:
@@ -92,14 +90,9 @@ def require_numbers(defaults: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is not a number: {value}")
 
 
-def analyze_options(example_input: Inputs | None, residual: Residual, pin: Iterable[str]) -> dict[str, Any]:
-    """What of this is to be told to `analyze`."""
-    options: dict[str, Any] = {} if example_input is None else {"example_input": example_input}
-    options |= {"residual": residual} if residual != "pin" else {}
-    if not isinstance(pin, Iterable):
-        raise TypeError(f"pin takes names of modules, got {pin!r}")
-    names = (pin,) if isinstance(pin, str) else tuple(pin)
-    return options | ({"pin": names} if names else {})
+def given(example_input: Inputs | None) -> dict[str, Any]:
+    """What is to be told to `analyze`."""
+    return {} if example_input is None else {"example_input": example_input}
 
 
 def warn_of_no_units(analysis: Analysis, owner: str, stacklevel: int) -> None:

@@ -9,18 +9,16 @@ Shapes: unit vectors are `(H + 1,)`, entry 0 is ground.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace.analysis import Analysis, Inputs, Residual, analyzed
-from gspace.optim import choice, eager, exact
+from gspace.analysis import Analysis, Inputs, analyzed
+from gspace.optim import choice, eager, exact, fast, shards
 from gspace.optim.arguments import (
-    analyze_options,
+    given,
     guards,
     require_model,
     require_numbers,
@@ -29,60 +27,29 @@ from gspace.optim.arguments import (
     warn_of_no_units,
     warn_of_thawed,
 )
-from gspace.optim.choice import KEY, Chosen
+from gspace.optim.built import Built, build
+from gspace.optim.choice import Chosen
 from gspace.optim.eager import Allocation, Rules, wide
-from gspace.optim.held import Held, State, load_whole, portable, require_finite_gradients
+from gspace.optim.fast.network import Network, Task
+from gspace.optim.fast.tables import Tile
+from gspace.optim.held import Held, State, doubt_of_gradients, load_whole, portable
 from gspace.optim.hooks import hooked, loss_of
 from gspace.optim.reference import Reference
 from gspace.optim.skeleton import Skeleton
-from gspace.optim.step import BatchNormRule, Coordinates, Plan, layers_of, measure, observe, plan
+from gspace.optim.step import BatchNormRule, Coordinates, measure, observe
+from gspace.sharding import Together, any_sharded, local, local_gradient, refuse_redundancy, reshard
 
 _OF_GROUPS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-_LOOKS = attrgetter("requires_grad", "device", "dtype")
-
-
-@dataclass(eq=False)
-class Built:
-    """What follows from the state and the parameters, and what it was built from.
-
-    Attributes:
-        chosen: The skeleton and its references.
-        plan: The same for a step.
-        weights, groups: The parameters of the plan's layers, and the number of their group.
-        outside: The other parameters of each group.
-        unit_group: Group of in(r) of each root r, `(H + 1,)`.
-        last: R of the roots in the last step, bounded and not.
-        dtype: Of unit vectors.
-    """
-
-    chosen: Chosen
-    plan: Plan
-    weights: list[Tensor]
-    groups: list[int]
-    outside: list[list[Tensor]]
-    unit_group: Tensor
-    last: tuple[Tensor, Tensor]
-    dtype: torch.dtype
-    listed: list[Tensor]
-    sizes: list[int]
-    looks: list[Any]
-    tables: dict[Tensor, Tensor]
-
-    def holds(self, groups: Sequence[dict[str, Any]], state: Any) -> bool:
-        """Whether it was built from just this."""
-        listed = [p for group in groups for p in group["params"]]
-        return (
-            [len(group["params"]) for group in groups] == self.sizes
-            and all(map(is_, listed, self.listed))
-            and list(map(_LOOKS, listed)) == self.looks
-            and all(p in state and state[p].get(KEY) is table for p, table in self.tables.items())
-        )
 
 
 class GSpaceOptimizer(Optimizer):
     """An optimizer that moves in G-space; a subclass says what happens to path values in `_move`."""
 
     _built: Built | None = None
+    _steady: Built | None = None  # what the last step was taken with: all state there is has been made
+    _way: "fast.Bound | str | None" = None  # what takes the steps, or why torch's operations do
+    _wayfor: Any = None  # what that was found for
+    max_path_grad_norm: float | None = None
 
     def __init__(
         self,
@@ -94,13 +61,12 @@ class GSpaceOptimizer(Optimizer):
         analysis: Analysis | None,
         reference: Reference | None,
         batch_norm: BatchNormRule,
-        residual: Residual,
-        pin: Iterable[str],
         max_ratio: float,
         max_drift: float,
         allocation: Allocation,
     ) -> None:
         require_model(model)
+        refuse_redundancy(type(self).__name__)
         require_one_of("batch_norm", batch_norm, ("released", "paper", "exact"))
         require_one_of("reference", reference, (None, "one", "balanced"))
         require_one_of("allocation", allocation, ("fixed", "spread"))
@@ -108,11 +74,11 @@ class GSpaceOptimizer(Optimizer):
         if batch_norm == "exact" and (allocation == "spread" or reference is not None):
             raise ValueError("batch_norm='exact' has coordinates of its own: it takes no allocation and no reference")
         require_numbers(defaults)
-        self.model = model
+        self.model, self._sharded = model, any_sharded(model)
         self.batch_norm, self.allocation = batch_norm, allocation
         self.max_ratio, self.max_drift = bounds
         super().__init__(list(model.parameters()) if params is None else params, defaults)
-        self.analysis = analyzed(model, analysis, analyze_options(example_input, residual, pin), "pin")
+        self.analysis = analyzed(model, analysis, given(example_input), "pin")
         self._view = exact.view(self.analysis) if batch_norm == "exact" else self.analysis
         self._wanted, self._held = reference, Held(model)
         self._unused: tuple[str, ...] = ()
@@ -176,7 +142,8 @@ class GSpaceOptimizer(Optimizer):
                 f"the first step of {type(self).__name__} chooses its skeleton, which a CUDA graph cannot hold: "
                 "take a step before the capture, or call rechoose()"
             )
-        require_finite_gradients(self.model, self._parameters())
+        shards.require_gradients(self.model, self._parameters())
+        shards.require_alike(self.model)
         self.adopt(self._choose(final=self._moving()))
         assert self._built is not None
         return self._built
@@ -191,39 +158,11 @@ class GSpaceOptimizer(Optimizer):
         return self._build(self._read() or self._choose(final=False))
 
     def _build(self, chosen: Chosen) -> Built:
-        named = dict(self.model.named_parameters())
-        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
-        masks: dict[str, Tensor] = {}
+        named: dict[str, Tensor] = dict(self.model.named_parameters())
+        absorbed: dict[str, Tensor] = {}
         if self.batch_norm == "exact":
-            found, _ = exact.absorbed_rows(self.analysis, {name: p.dim() for name, p in named.items()})
-            mine = {name for name, p in named.items() if p.requires_grad and id(p) in group_of}
-            masks = {name: mask for name, mask in found.items() if name in mine}
-        planned = plan(chosen.skeleton, layers_of(chosen.skeleton, named, masks), chosen.references)
-        weights: list[Tensor] = [named[layer.edges.name] for layer in planned.layers]
-        device = weights[0].device if weights else torch.device("cpu")
-        groups = [group_of[id(w)] for w in weights]
-        unit_group = torch.zeros(chosen.skeleton.H + 1, dtype=torch.long, device=device)
-        for layer, g in zip(planned.layers, groups, strict=True):
-            unit_group[layer.root] = g
-        inside = {id(w) for w in weights}
-        outside = [[p for p in group["params"] if id(p) not in inside] for group in self.param_groups]
-        dtype = torch.float64 if any(w.dtype == torch.float64 for w in weights) else torch.float32
-        last = torch.ones(2, chosen.skeleton.H + 1, dtype=dtype, device=device).unbind()
-        listed = self._parameters()
-        return Built(
-            chosen,
-            planned,
-            weights,
-            groups,
-            outside,
-            unit_group,
-            (last[0], last[1]),
-            dtype,
-            listed,
-            [len(group["params"]) for group in self.param_groups],
-            list(map(_LOOKS, listed)),
-            {p: table for p in listed if (table := choice.kept(self.state, p)) is not None},
-        )
+            absorbed, _ = exact.absorbed_rows(self.analysis, {name: p.dim() for name, p in named.items()})
+        return build(chosen, named, absorbed, self.param_groups, self.state)
 
     @property
     def chosen(self) -> Chosen:
@@ -250,7 +189,7 @@ class GSpaceOptimizer(Optimizer):
 
     @torch.no_grad()
     def _measured(self, built: Built) -> Coordinates:
-        return measure(built.plan, built.weights, built.dtype)
+        return measure(built.plan, list(map(local, built.weights)), built.dtype)
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -281,7 +220,7 @@ class GSpaceOptimizer(Optimizer):
             self._unused = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return portable(self, "_built")
+        return portable(self, "_built", "_steady", "_way", "_wayfor", "_inner")
 
     # One step ---------------------------------------------------------------------------------------------------------
 
@@ -289,44 +228,118 @@ class GSpaceOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Inside of `torch.compile` it is a call from the graph: there is nothing to gain in it."""
-        return _uncompiled(self, closure) if torch.compiler.is_compiling() else self._step(closure)
+        """One step. `torch.compile` follows it once a skeleton is chosen; the first one is a call from its graph."""
+        if not torch.compiler.is_compiling():
+            return self._step(closure)
+        if self._built is None or self._steady is not self._built or self._sharded:
+            return _uncompiled(self, closure)
+        loss = loss_of(closure)
+        self._by_torch(self._built)
+        return loss
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = loss_of(closure)
+        if self._sharded:
+            reshard(self.model)
         if not capturing():
             self._held.require_same(type(self).__name__)
-        self._take(self._current())
+        built = self._current()
+        way = self._find_way(built)
+        if isinstance(way, str) or not self._by_kernels(built, way):
+            self._require_gradients(built)
+            self._by_torch(built)
+        self._steady = built if built.chosen.final else None
         return loss
 
-    def _take(self, built: Built) -> None:
+    def _require_gradients(self, built: Built) -> None:
+        doubt, reduce = "" if capturing() else doubt_of_gradients(self.model, self._parameters()), built.plan.reduce
+        if not isinstance(reduce, Together):
+            if doubt:
+                raise RuntimeError(doubt)
+        elif all(p.grad is None for p in built.weights):
+            reduce.agree(doubt)
+        else:
+            reduce.doubt = doubt  # it goes along with the first sum of the step
+
+    def task(self, built: Built) -> Task:
+        """What a compiled step is bound to."""
+        return Task(
+            plan=built.plan,
+            weights=built.weights,
+            groups=built.groups,
+            unit_group=built.unit_group,
+            ratio=built.last[0],
+            raw=built.last[1],
+            rule=self.batch_norm,
+            spread=self.allocation == "spread",
+            max_ratio=self.max_ratio,
+            max_drift=self.max_drift,
+            max_path_grad_norm=self.max_path_grad_norm,
+        )
+
+    def use(self, way: Callable[[Network], fast.Way] | str, tile: Tile = Tile(), fold_items: int = 1) -> None:
+        """Takes steps by this implementation as long as nothing moves; for tests and measurements.
+
+        With such tiles, or in torch's operations, where `way` says why.
+        """
+        built = self._current()
+        self._find_way(built)
+        others = self._others(built)
+        self._way = way if isinstance(way, str) else fast.bind(self.task(built), others, way, tile, fold_items)
+
+    def _find_way(self, built: Built) -> "fast.Bound | str":
+        """The compiled step, kept until parameters move or settings change."""
+        wanted = self._wishes()
+        settings = (built, self._rules(), self.max_path_grad_norm, wanted)
+        way = self._way
+        if way is None or settings != self._wayfor or (isinstance(way, fast.Bound) and way.stale()):
+            way = "sharded parameters" if self._sharded else "batch_norm='exact'"
+            if self.batch_norm != "exact" and not self._sharded:
+                way = fast.choose(self.task(built), wanted, self._others(built))
+            self._way, self._wayfor = way, settings
+        return way
+
+    def _wishes(self) -> list[dict[str, Any]]:
+        """`foreach` and `fused` of each group, where they are about our own step."""
+        return []
+
+    def _others(self, built: Built) -> list[list[Tensor]]:
+        """Parameters outside of units that a compiled step moves too."""
+        return []
+
+    def _by_kernels(self, built: Built, way: "fast.Bound") -> bool:
+        """A compiled step; False, and nothing has moved, if torch's operations must see to it."""
+        raise NotImplementedError
+
+    def _by_torch(self, built: Built) -> None:
         """A step in torch's operations."""
-        if not capturing():
-            require_finite_gradients(self.model, self._parameters())
-        weights = built.weights
-        if all(w.grad is None for w in weights):
+        if all(w.grad is None for w in built.weights):
             self._move(built, None, None)
             return
-        for layer, w in zip(built.plan.layers, weights, strict=True):
+        for layer, w in zip(built.plan.layers, built.weights, strict=True):
             if w.grad is not None and w.grad.is_sparse:
                 raise RuntimeError(
                     f"{layer.edges.name} has a sparse gradient: G-space mixes all of its entries; use dense ones"
                 )
-        grads = [wide(torch.zeros_like(w) if w.grad is None else w.grad) for w in weights]
+        weights, slopes = built.weights, [w.grad for w in built.weights]
+        shown, path_grads = canvas = self._canvas(built)
+        if self._sharded:  # the optimizer sees what is sharded, this step what is here
+            weights, slopes = [local(w) for w in weights], [local_gradient(w) for w in weights]
+            shown, path_grads = [local(v) for v in shown], [local(g) for g in path_grads]
         now = [wide(w) for w in weights]
-        shown, path_grads = self._canvas(built)
+        grads = [torch.zeros_like(w) if g is None else wide(g) for w, g in zip(now, slopes, strict=True)]
         if self.batch_norm == "exact":
-            at = self._measured(built)
+            at = measure(built.plan, now, built.dtype)
             self._require_paths(at, weights)
             gauge = at.incoming.abs()
             exact.show(built.plan, gauge, now, grads, shown, path_grads)
-            self._move(built, shown, path_grads)
+            self._move(built, *canvas)
             exact.allocate(built.plan, gauge, now, shown)
         else:
             at, sums = observe(built.plan, now, grads, built.dtype, self.batch_norm)
             self._require_paths(at, weights)
             eager.show(built.plan, self._rules(), at, sums, now, grads, shown, path_grads)
-            self._move(built, shown, path_grads)
+            self._move(built, *canvas)
             ratio, raw = eager.allocate(built.plan, self._rules(), at, now, shown)
             built.last[0].copy_(ratio)
             built.last[1].copy_(raw)
@@ -339,9 +352,10 @@ class GSpaceOptimizer(Optimizer):
 
     def _require_paths(self, at: Coordinates, weights: Iterable[Tensor]) -> None:
         """On a CPU; a network that has diverged is left to itself, as it may be one of several side by side."""
-        if at.incoming.device.type != "cpu":
+        if at.incoming.device.type != "cpu" or torch.compiler.is_compiling():
             return
-        if bool((at.incoming * at.outgoing == 0).any()) and all(bool(w.isfinite().all()) for w in weights):
+        sound = self._sharded or all(bool(w.isfinite().all()) for w in weights)  # what one rank says, all must
+        if sound and bool((at.incoming * at.outgoing == 0).any()):
             raise RuntimeError(
                 f"weights were changed so that a path value of {type(self).__name__} is 0: "
                 "rechoose() takes other skeleton weights"

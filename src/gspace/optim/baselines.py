@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace.analysis import Analysis, Inputs, Residual, analyzed
+from gspace.analysis import Analysis, Inputs, analyzed
 from gspace.optim import choice
-from gspace.optim.arguments import analyze_options, require_model, require_numbers, require_own_group
+from gspace.optim.arguments import given, require_model, require_numbers, require_own_group
 from gspace.optim.gsgd import plain_sgd
-from gspace.optim.held import Held, State, load_whole, portable, require_finite_gradients
-from gspace.optim.hooks import loss_of
+from gspace.optim.held import Held, State, load_whole, portable
+from gspace.optim.hooks import hooked, loss_of
+from gspace.optim.shards import divided, require_alike, require_gradients
 from gspace.optim.skeleton import Skeleton
 from gspace.optim.step import Number, layers_of
 from gspace.paths.pathsum import as_input_of, path_graph, path_kappa
+from gspace.sharding import any_sharded, cut, like, local, local_gradient, refuse_redundancy, reshard
 
 
 class PathSGD(Optimizer):
@@ -72,6 +74,7 @@ class PathSGD(Optimizer):
         analysis: Analysis | None = None,
     ) -> None:
         require_model(model)
+        refuse_redundancy(type(self).__name__)
         if not isinstance(interval, int) or interval < 1:
             raise ValueError(f"interval must be a positive number of steps, got {interval!r}")
         options: dict[str, Any] = {
@@ -88,6 +91,7 @@ class PathSGD(Optimizer):
         torch.optim.SGD([torch.zeros(1, device="cpu")], **options)
         require_numbers(options)
         self.model, self.interval, self._held = model, interval, Held(model)
+        self._sharded = any_sharded(model)
         self._edges: list[Tensor] = []
         super().__init__(list(model.parameters()) if params is None else params, {**options, "steps": 0})
         self.graph = path_graph(model, example_input)
@@ -125,44 +129,43 @@ class PathSGD(Optimizer):
         mine = (p for group in self.param_groups for p in group["params"])
         return [p for p in mine if p.requires_grad and id(p) in edges]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _check(self) -> None:
+    def _prepare(self) -> None:
+        """Looks at model and gradients; κ of every trained edge, wide enough for all of it; counts the step."""
+        reshard(self.model)
         self._held.require_same(type(self).__name__)
-        require_finite_gradients(self.model, (p for group in self.param_groups for p in group["params"]))
-        edges = {id(p) for p in self._edges}
-        for name, p in self.model.named_parameters():
-            if id(p) in edges and p.grad is not None and p.grad.is_sparse:
-                raise RuntimeError(f"{name} has a sparse gradient: κ is that of all of its entries; use dense ones")
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # which step it is, is no part of a compiled step
-    def _refresh(self) -> None:
-        """κ of every edge that is trained, wide enough for all of it; counts the step."""
-        stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
+        require_gradients(self.model, (p for group in self.param_groups for p in group["params"]))
         trained = self._trained()
+        if any(p.grad is not None and p.grad.is_sparse for p in trained):
+            name = next(name for name, p in self.model.named_parameters() if p.grad is not None and p.grad.is_sparse)
+            raise RuntimeError(f"{name} has a sparse gradient: κ is that of all of its entries; use dense ones")
+        stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
         if stale or any("kappa" not in self.state[p] for p in trained):
             found = list(zip(trained, path_kappa(self.graph, trained), strict=True))
             self._leave_out([p for p, kappa in found if kappa is None])
             for p, kappa in found:
                 if kappa is not None:
-                    self.state[p]["kappa"] = kappa
+                    self.state[p]["kappa"] = like(p, _divisor(cut(kappa, p)).contiguous())
         for group in self.param_groups:
             group["steps"] += 1
+
+    profile_hook_step = staticmethod(hooked)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
-        self._check()
-        self._refresh()
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(self._prepare)()  # which step it is, is no part of a compiled step
+        else:
+            self._prepare()
         for group in self.param_groups:
             self._step_group(group)
         return loss
 
     def _direction(self, p: Tensor, grad: Tensor) -> Tensor:
-        """g/κ, 0 where κ is."""
         kappa = self.state[p].get("kappa")
-        if kappa is None:
-            return grad
-        return torch.where(kappa > 0, grad / kappa, 0).to(p.dtype)
+        if self._sharded and kappa is not None and (here := local_gradient(p)) is not None:
+            grad = like(p, here)
+        return grad if kappa is None else (grad / kappa).to(p.dtype)
 
     def _step_group(self, group: dict[str, Any]) -> None:
         active = [p for p in group["params"] if p.grad is not None]
@@ -170,6 +173,13 @@ class PathSGD(Optimizer):
             return
         directions = [self._direction(p, p.grad) for p in active]
         plain_sgd(group, self.state, active, directions)
+
+
+def _divisor(kappa: Tensor) -> Tensor:
+    """κ with ∞ in place of 0: g/κ is 0 there."""
+    if kappa.device.type == "cpu" and (kappa.numel() == 0 or float(kappa.amin()) > 0):
+        return kappa
+    return kappa.masked_fill(kappa == 0, float("inf"))
 
 
 def _require_steps(state: State) -> None:
@@ -186,8 +196,8 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     Args:
         model: The model, not its parameters.
         params: torch's parameter groups.
-        analysis, example_input, residual, pin: As for GSGD, which finds the same skeleton: aligned if the model is
-            on it, otherwise pivoted.
+        analysis, example_input: As for GSGD, which finds the same skeleton: aligned if the model is on it, otherwise
+            pivoted.
         lr, options: As in `torch.optim.SGD`.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -206,15 +216,14 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         params: Iterable[Any] | None = None,
         analysis: Analysis | None = None,
         example_input: Inputs | None = None,
-        residual: Residual = "pin",
-        pin: Iterable[str] = (),
         **options: Any,
     ) -> None:
         require_model(model)
+        refuse_redundancy(type(self).__name__)
         self.model, self._held = model, Held(model)
         super().__init__(list(model.parameters()) if params is None else params, lr, **options)
         require_numbers(self.defaults)
-        self.analysis = analyzed(model, analysis, analyze_options(example_input, residual, pin), "pin")
+        self.analysis = analyzed(model, analysis, given(example_input), "pin")
 
     def __getstate__(self) -> dict[str, Any]:
         return portable(self, "_free")
@@ -255,25 +264,27 @@ class FrozenSkeletonSGD(torch.optim.SGD):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _frozen(self) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
-        """Parameters with free skeleton weights, and where those are; kept as long as the state is."""
+        """What is here of parameters with free skeleton weights, and where those are; kept as long as the state is."""
+        reshard(self.model)
         self._held.require_same(type(self).__name__)
-        require_finite_gradients(self.model, self._parameters())
+        require_gradients(self.model, self._parameters())
         tables = [choice.kept(self.state, p) for p in self._parameters()]
         if self._free is not None and len(tables) == len(self._free[0]):
             here = (weight.device == entries[0].device for weight, entries in self._free[1])
             if all(map(is_, tables, self._free[0])) and all(here):
-                return self._free[1]
+                return [(local(weight), entries) for weight, entries in self._free[1]]
         chosen, moving = self._chosen(), any(bool(group["lr"] != 0) for group in self.param_groups)
         if chosen is None or (moving and not chosen.final):
+            require_alike(self.model)
             chosen = self._choose(final=moving)
         weights = dict(self.model.named_parameters())
         found: list[tuple[Tensor, tuple[Tensor, ...]]] = []
-        for layer in layers_of(chosen.skeleton, weights):
+        for layer in divided(layers_of(chosen.skeleton, weights), weights):
             if bool(layer.free.any()):
                 found.append((weights[layer.edges.name], tuple(i[layer.free > 0] for i in layer.entries)))
         if chosen.final:
             self._free = [choice.kept(self.state, p) for p in self._parameters()], found
-        return found
+        return [(local(weight), entries) for weight, entries in found]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

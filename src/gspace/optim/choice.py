@@ -22,6 +22,7 @@ from gspace.analysis import Analysis, Edges
 from gspace.devices import on_cpu
 from gspace.optim.reference import Reference, choose_skeleton, entry_references
 from gspace.optim.skeleton import Picked, Skeleton, by_edge, skeleton_of, trained_units
+from gspace.sharding import weights_of
 
 KEY = "skeleton"  # in the state of a parameter
 FINAL, PROVISIONAL = 2, 1
@@ -45,7 +46,7 @@ def choose(
     model: nn.Module, analysis: Analysis, wanted: Reference | None, parameters: Iterable[Tensor], *, final: bool = True
 ) -> Chosen:
     """The skeleton that an optimizer of `parameters` takes in the weights of now."""
-    weights = dict(model.named_parameters())
+    weights = weights_of(model)
     reference, skeleton, balanced = choose_skeleton(model, analysis, wanted, parameters)
     return Chosen(skeleton, entry_references(skeleton, analysis, weights, reference, balanced), final)
 

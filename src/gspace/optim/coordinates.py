@@ -26,6 +26,7 @@ from gspace.optim.arguments import require_one_of
 from gspace.optim.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
 from gspace.optim.skeleton import Skeleton, build_skeleton, connected
 from gspace.optim.step import Layer, entries_after, layers_of, weights_after
+from gspace.sharding import refuse_sharded
 
 View = Literal["transparent", "exact"]
 
@@ -87,6 +88,7 @@ def coordinates(
     """
     require_one_of("view", view, ("transparent", "exact"))
     require_one_of("reference", reference, (None, "one", "balanced"))
+    refuse_sharded(dict(model.named_parameters()), "a path coordinate")
     found = analyzed(model, analysis, options, "pin")
     if view == "exact":
         found = _exact(found)
@@ -155,6 +157,7 @@ def off_skeleton(layer: Layer, weight: Tensor) -> Tensor:
 
 def path_values(at: Coordinates, weights: Mapping[str, Tensor]) -> PathValues:
     """The values of the basis paths; differentiable in `weights`, which are by parameter name."""
+    refuse_sharded(weights, "a path value")
     into, out = _products(at, weights)
     edges: dict[str, Tensor] = {}
     for layer in at.layers:

@@ -35,6 +35,7 @@ from gspace.optim.arguments import require_finite
 from gspace.optim.choice import Chosen
 from gspace.optim.skeleton import NOT_TRAINED, Picked, by_edge, connected, largest_writers, skeleton_of, trained_units
 from gspace.optim.step import Plan, scaled
+from gspace.sharding import weights_of
 
 SHARED = "rows before a norm share their scale with other weights"
 
@@ -70,8 +71,8 @@ def absorbed_rows(analysis: Analysis, dims: Mapping[str, int]) -> tuple[dict[str
 def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *, final: bool) -> Chosen:
     """in(u) of every exact unit in the weights of now. `analysis` is that of the model, not its exact view."""
     require_finite(model)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    dims = {name: p.dim() for name, p in weights.items()}
+    weights = weights_of(model)
+    dims = {name: p.dim() for name, p in model.named_parameters()}
     exact, mine = view(analysis), {id(p) for p in parameters if p.requires_grad}
     trained = {name for name, p in model.named_parameters() if id(p) in mine}
     edges, n = exact.transparent, exact.H_paper + 1
@@ -90,7 +91,7 @@ def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *
     layers = [e if dims[e.name] > 1 else replace(e, head=torch.zeros_like(e.head)) for e in edges]
     edge, index, other = largest_writers(layers, weights, gauge, ~normed)
     for k, units in enumerate(by_edge(edge, len(edges))):
-        value = weights[edges[k].name].cpu().reshape(-1)[index[units]].double()
+        value = weights[edges[k].name].detach().cpu().reshape(-1)[index[units]].double()
         references[0, units] = value * gauge[other[units]] / gauge[units]
     found = edge >= 0
     in_edge[found], in_index[found], parent[found] = edge[found], index[found], other[found]

@@ -1,23 +1,24 @@
 """GSGD: SGD on the values of basis paths. Bookkeeping only; the mathematics is in `step.py`."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from gspace.analysis import Analysis, Inputs, Residual
+from gspace.analysis import Analysis, Inputs
 from gspace.optim import fast
 from gspace.optim.arguments import number
-from gspace.optim.base import Built, GSpaceOptimizer, capturing
+from gspace.optim.base import GSpaceOptimizer, capturing
+from gspace.optim.built import Built
 from gspace.optim.eager import Allocation, wide
-from gspace.optim.fast.network import Network, Outcome, Task
-from gspace.optim.fast.tables import Tile
-from gspace.optim.held import portable, require_finite_gradients
+from gspace.optim.fast.network import Outcome
+from gspace.optim.held import require_finite_gradients
 from gspace.optim.reference import Reference
 from gspace.optim.step import BatchNormRule, Number
+from gspace.sharding import local
 
 
 class GSGD(GSpaceOptimizer):
@@ -48,7 +49,8 @@ class GSGD(GSpaceOptimizer):
             that: say which to compare rescaled networks.
         batch_norm: Rule for rows before a BatchNorm: "released" (the authors' code), "paper", or "exact", where neither
             the scale of a unit nor that of such a row matters (`exact.py`; γ stands still there, on purpose).
-        residual, pin, example_input, analysis: See `analyze`.
+        analysis: What `analyze` says of the model, for other options than `residual="pin"`, which is the paper's.
+        example_input: For `analyze`, where there is no analysis.
         max_ratio: Bound on the ratio by which a trained skeleton path changes in one step.
         max_drift: Bound on its value over training.
         max_path_grad_norm: Clips the norm of ∂ℓ/∂v, where clipping ∂ℓ/∂w would not be invariant: of the parameters that
@@ -60,9 +62,6 @@ class GSGD(GSpaceOptimizer):
     >>> model(torch.ones(2, 4)).square().mean().backward()
     >>> optimizer.step()
     """
-
-    _way: "fast.Bound | str | None" = None  # what takes the steps, or why torch's operations do
-    _wayfor: Any = None  # what that was found for
 
     def __init__(
         self,
@@ -76,8 +75,6 @@ class GSGD(GSpaceOptimizer):
         params: Iterable[Any] | None = None,
         reference: Reference | None = None,
         batch_norm: BatchNormRule = "released",
-        residual: Residual = "pin",
-        pin: Iterable[str] = (),
         max_ratio: float = 1.5,
         max_drift: float = 1.1,
         max_path_grad_norm: float | None = None,
@@ -112,15 +109,10 @@ class GSGD(GSpaceOptimizer):
             analysis=analysis,
             reference=reference,
             batch_norm=batch_norm,
-            residual=residual,
-            pin=pin,
             max_ratio=max_ratio,
             max_drift=max_drift,
             allocation=allocation,
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return portable(self, "_built", "_way", "_wayfor")
 
     def state_dict(self) -> dict[str, Any]:
         skipped = self._skipped()
@@ -143,57 +135,28 @@ class GSGD(GSpaceOptimizer):
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def task(self, built: Built) -> Task:
-        """What a compiled step is bound to."""
-        return Task(
-            plan=built.plan,
-            weights=built.weights,
-            groups=built.groups,
-            unit_group=built.unit_group,
-            ratio=built.last[0],
-            raw=built.last[1],
-            rule=self.batch_norm,
-            spread=self.allocation == "spread",
-            max_ratio=self.max_ratio,
-            max_drift=self.max_drift,
-            max_path_grad_norm=self.max_path_grad_norm,
-        )
+    def _wishes(self) -> list[dict[str, Any]]:
+        return [{key: group[key] for key in ("foreach", "fused")} for group in self.param_groups]
 
-    def use(self, way: Callable[[Network], fast.Way], tile: Tile, fold_items: int) -> None:
-        """Takes steps by this implementation, with such tiles, as long as nothing moves; for tests and measurements."""
-        built = self._current()
-        self._find_way(built)
-        self._way = fast.bind(self.task(built), built.outside, way, tile, fold_items)
+    def _others(self, built: Built) -> list[list[Tensor]]:
+        return built.outside
 
-    def _find_way(self, built: Built) -> "fast.Bound | str":
-        """The compiled step, kept until parameters move or settings change."""
-        ways = [(group["foreach"], group["fused"]) for group in self.param_groups]
-        settings = (built, self._rules(), self.max_path_grad_norm, ways)
-        way = self._way
-        if way is None or settings != self._wayfor or (isinstance(way, fast.Bound) and way.stale()):
-            way = "batch_norm='exact'"
-            if self.batch_norm != "exact":
-                way = fast.choose(self.task(built), self.param_groups, built.outside)
-            self._way, self._wayfor = way, settings
-        return way
-
-    def _take(self, built: Built) -> None:
-        way = self._find_way(built)
-        if isinstance(way, fast.Bound) and way.sparse():
-            way = self._way = fast.choose(self.task(built), self.param_groups, built.outside)  # without those
-        if isinstance(way, str):
-            super()._take(built)
-            return
+    def _by_kernels(self, built: Built, way: fast.Bound) -> bool:
+        if way.sparse():
+            found = self._way = fast.choose(self.task(built), self._wishes(), built.outside)  # without those
+            if isinstance(found, str):
+                return False
+            way = found
         if not way.complete and not capturing():
             require_finite_gradients(self.model, self._parameters())
         outcome = way.step(self.param_groups, self.state)
         if outcome == Outcome.NO_PATH:
             self._require_paths(self._measured(built), built.weights)
-        if outcome == Outcome.TAKEN:
-            for group, some in zip(self.param_groups, way.rest, strict=True):
-                self._plain(group, some)
-        else:  # no gradient has come, one is sparse, or not finite; or only a sum of w·g is not
-            super()._take(built)
+        if outcome != Outcome.TAKEN:  # no gradient has come, one is sparse, or not finite; or only a sum of w·g is not
+            return False
+        for group, some in zip(self.param_groups, way.rest, strict=True):
+            self._plain(group, some)
+        return True
 
     def _canvas(self, built: Built) -> tuple[list[Tensor], list[Tensor]]:
         first, second = ([torch.empty_like(wide(w)) for w in built.weights] for _ in range(2))
@@ -202,14 +165,14 @@ class GSGD(GSpaceOptimizer):
     def _move(self, built: Built, shown: Sequence[Tensor] | None, path_grads: Sequence[Tensor] | None) -> None:
         if shown is not None and path_grads is not None:
             if self.max_path_grad_norm is not None:
-                squares = [
-                    g.double().square().sum()
-                    for layer, g in zip(built.plan.layers, path_grads, strict=True)
-                    if layer.counts
-                ]
-                total = built.plan.reduce(torch.stack(squares).sum()).sqrt()
+                slopes = [local(g) for g in path_grads] if self._sharded else path_grads
+                counted = (g for layer, g in zip(built.plan.layers, slopes, strict=True) if layer.counts)
+                squares = [g.double().square().sum() for g in counted]
+                none = torch.zeros((), dtype=torch.float64, device=built.plan.root.device)
+                total = built.plan.reduce(sum(squares, start=none)).sqrt()
                 shrink = (self.max_path_grad_norm / (total + 1e-6)).clamp(max=1)
-                path_grads = [g * shrink.to(g.dtype) for g in path_grads]
+                for slope in slopes:
+                    slope.mul_(shrink.to(slope.dtype))
             for w, g, v, path_grad in zip(built.weights, built.groups, shown, path_grads, strict=True):
                 plain_sgd(self.param_groups[g], self.state, [v], [path_grad], [w])
         for group, some in zip(self.param_groups, built.outside, strict=True):
@@ -237,7 +200,8 @@ def plain_sgd(
     buffers: list[Tensor | None] = []
     if group["momentum"] != 0:
         kept = [state[p].get("momentum_buffer") for p in owners]
-        buffers = [b if b is None or parameters is None else b.to(v) for b, v in zip(kept, values, strict=True)]
+        pairs = zip(kept, values, strict=True)
+        buffers = [b if b is None or parameters is None else b.to(v.device, v.dtype) for b, v in pairs]
     lr, fused = group["lr"], group["fused"]
     sparse = any(d.is_sparse for d in directions)
     mixed = len({buffer is None for buffer in buffers}) > 1

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from gspace.sharding import local
+
 State = dict[str, Any]
 
 
@@ -46,18 +48,27 @@ class Held:
                     )
 
 
-def require_finite_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """On a CPU; nobody waits for another device to ask."""
-    grads = [(p, p.grad._values() if p.grad.is_sparse else p.grad) for p in parameters if p.grad is not None]
+def doubt_of_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> str:
+    """What speaks against a step with these gradients, as far as they are here, or nothing.
+
+    On a CPU; nobody waits for another device to ask.
+    """
+    here = ((p, local(p.grad)) for p in parameters if p.grad is not None)
+    grads = [(p, g._values() if g.is_sparse else g) for p, g in here]
     if not grads or any(g.device.type != "cpu" for _, g in grads):
-        return
+        return ""
     # A sum is finite only if every term is; if it is not, it may have overflowed.
     if bool(torch.stack([g.sum().abs().float() for _, g in grads]).isfinite().all()):
-        return
+        return ""
     bad = next((p for p, g in grads if not bool(g.isfinite().all())), None)
-    if bad is not None:
-        name = next(name for name, p in model.named_parameters() if p is bad)
-        raise RuntimeError(f"the gradient of {name} is not finite; no weight and no state was changed")
+    name = next((name for name, p in model.named_parameters() if p is bad), None)
+    return f"the gradient of {name} is not finite; no weight and no state was changed" if name else ""
+
+
+def require_finite_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
+    doubt = doubt_of_gradients(model, parameters)
+    if doubt:
+        raise RuntimeError(doubt)
 
 
 def portable(optimizer: Optimizer, *alone: str) -> State:

@@ -1,22 +1,24 @@
 """InGSpace: any torch optimizer, acting on path values instead of weights."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace.analysis import Analysis, Inputs, Residual
-from gspace.optim.base import Built, GSpaceOptimizer
+from gspace.analysis import Analysis, Inputs
+from gspace.optim import fast
+from gspace.optim.base import GSpaceOptimizer, capturing
+from gspace.optim.built import Built
 from gspace.optim.choice import KEY
 from gspace.optim.eager import Allocation, wide
-from gspace.optim.held import portable
+from gspace.optim.fast.network import Outcome
+from gspace.optim.held import require_finite_gradients
 from gspace.optim.hooks import step_within
 from gspace.optim.reference import Reference
 from gspace.optim.step import BatchNormRule
-
-_OWN = ("params", "param_names")  # of a group, and nobody else's
 
 
 class InGSpace(GSpaceOptimizer):
@@ -36,7 +38,7 @@ class InGSpace(GSpaceOptimizer):
     >>> optimizer = InGSpace(net, torch.optim.Adam, lr=1e-3)
     """
 
-    _inner: tuple[Built, Optimizer, list[nn.Parameter]] | None = None
+    _inner: "Inner | None" = None
 
     def __init__(
         self,
@@ -46,8 +48,6 @@ class InGSpace(GSpaceOptimizer):
         params: Iterable[Any] | None = None,
         reference: Reference | None = None,
         batch_norm: BatchNormRule = "released",
-        residual: Residual = "pin",
-        pin: Iterable[str] = (),
         max_ratio: float = 1.5,
         max_drift: float = 1.1,
         allocation: Allocation = "fixed",
@@ -71,8 +71,6 @@ class InGSpace(GSpaceOptimizer):
             analysis=analysis,
             reference=reference,
             batch_norm=batch_norm,
-            residual=residual,
-            pin=pin,
             max_ratio=max_ratio,
             max_drift=max_drift,
             allocation=allocation,
@@ -95,56 +93,112 @@ class InGSpace(GSpaceOptimizer):
     @property
     def inner(self) -> Optimizer:
         """The inner optimizer of the next step, without its state, which is here."""
-        return self._made(self._look())[0]
+        return self._made(self._look()).optimizer
 
-    def _made(self, built: Built) -> tuple[Optimizer, list[nn.Parameter]]:
+    def _made(self, built: Built) -> "Inner":
         """The inner optimizer and the tensors it moves instead of weights, kept as long as `built`."""
-        if self._inner is None or self._inner[0] is not built:
+        if self._inner is None or self._inner.built is not built:
             shown = [nn.Parameter(torch.empty_like(wide(w))) for w in built.weights]
             groups = []
             for g, group in enumerate(self.param_groups):
                 mine = [v for v, at in zip(shown, built.groups, strict=True) if at == g]
-                options = {key: value for key, value in group.items() if key not in _OWN}
-                groups.append({**options, "params": mine + built.outside[g]})
-            self._inner = built, self.optimizer_class(groups, **self.optimizer_kwargs), shown
-        return self._inner[1:]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return portable(self, "_built", "_inner")
+                groups.append({**_options(group), "params": mine + built.outside[g]})
+            pairs: list[tuple[Tensor, Tensor]] = list(zip(built.weights, shown, strict=True))
+            self._inner = Inner(
+                built,
+                self.optimizer_class(groups, **self.optimizer_kwargs),
+                inspect.unwrap(self.optimizer_class.step),
+                shown,
+                [v.detach() for v in shown],
+                [torch.empty_like(v, requires_grad=False) for v in shown],
+                pairs + [(p, p) for some in built.outside for p in some],
+            )
+        return self._inner
 
     # One step ---------------------------------------------------------------------------------------------------------
 
+    def _by_kernels(self, built: Built, way: fast.Bound) -> bool:
+        values, slopes = self._canvas(built)
+        shown = way.show(values, slopes)
+        if shown is None:
+            return False
+        given, outcome = shown
+        if outcome == Outcome.NO_PATH:
+            self._require_paths(self._measured(built), built.weights)
+        if outcome != Outcome.TAKEN:
+            return False
+        if not capturing():
+            require_finite_gradients(self.model, (p for some in built.outside for p in some))
+        self._move(built, values, slopes)
+        way.way.give(given)
+        return True
+
     def _canvas(self, built: Built) -> tuple[list[Tensor], list[Tensor]]:
-        shown = self._made(built)[1]
-        for v in shown:
-            if v.grad is None:
-                v.grad = torch.empty_like(v)
-        return [v.detach() for v in shown], [v.grad for v in shown if v.grad is not None]
+        made = self._made(built)
+        return made.values, made.slopes
 
     def _move(self, built: Built, shown: Sequence[Tensor] | None, path_grads: Sequence[Tensor] | None) -> None:
-        inner, tensors = self._made(built)
-        if shown is None:  # no gradient: the inner optimizer leaves path values alone
-            for tensor in tensors:
-                tensor.grad = None
-        pairs: list[tuple[Tensor, Tensor]] = list(zip(built.weights, tensors, strict=True))
-        pairs += [(p, p) for some in built.outside for p in some]
+        made = self._made(built)
+        inner = made.optimizer
         # Schedulers write hyper-parameters into our groups, and some optimizers count steps in theirs.
         for group, its in zip(self.param_groups, inner.param_groups, strict=True):
-            its.update({key: value for key, value in group.items() if key not in _OWN})
-        inner.state.clear()
-        for p, v in pairs:
-            if p in self.state:
-                inner.state[v] = {key: _at(v, x) for key, x in self.state[p].items() if key != KEY}
-        step_within(inner)
-        for p, v in pairs:
-            if inner.state.get(v):
-                self.state[p].update(inner.state[v])
+            _bring(group, its)
+        if torch.compiler.is_compiling():
+            made.bare(inner)  # torch's wrappers break graphs; the state is there since the step before this graph
+        else:
+            for tensor, slope in zip(made.shown, made.slopes, strict=True):
+                tensor.grad = None if shown is None else slope  # no gradient: path values are left alone
+            inner.state.clear()
+            for p, v in made.pairs:
+                if p in self.state:
+                    inner.state[v] = {key: _at(v, x) for key, x in self.state[p].items() if key != KEY}
+            step_within(inner)
+            for p, v in made.pairs:
+                if inner.state.get(v):
+                    self.state[p].update(inner.state[v])
         for group, its in zip(self.param_groups, inner.param_groups, strict=True):
-            group.update({key: value for key, value in its.items() if key not in _OWN})
+            _bring(its, group)
+
+
+class Inner(NamedTuple):
+    """An inner optimizer, and what it works on.
+
+    Attributes:
+        built: What it was made for.
+        bare: Its step, without what torch wraps around that.
+        shown: The tensors that it moves instead of weights.
+        values, slopes: Their values, to be written, and gradients.
+        pairs: All parameters, and what it moves instead.
+    """
+
+    built: Built
+    optimizer: Optimizer
+    bare: Callable[[Optimizer], Any]
+    shown: list[nn.Parameter]
+    values: list[Tensor]
+    slopes: list[Tensor]
+    pairs: list[tuple[Tensor, Tensor]]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """What of a group is not its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _bring(source: dict[str, Any], target: dict[str, Any]) -> None:
+    """What is new in the options of a group: `torch.compile` makes what it must write, and capturable, its own."""
+    compiling = torch.compiler.is_compiling()
+    for key, value in _options(source).items():
+        if compiling and key == "capturable":
+            continue
+        if key not in target or target[key] is not value:
+            target[key] = value
 
 
 def _at(v: Tensor, value: Any) -> Any:
     """What an inner optimizer keeps for each entry, where and as wide as what it moves."""
-    if isinstance(value, Tensor) and value.is_floating_point() and value.shape == v.shape:
+    if not isinstance(value, Tensor) or (value.dtype == v.dtype and value.device == v.device):
+        return value
+    if value.is_floating_point() and value.shape == v.shape:
         return value.to(v.device, torch.promote_types(value.dtype, v.dtype))
     return value

@@ -14,6 +14,7 @@ from gspace.analysis import Analysis
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
 from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, connected, path_products, skeleton_values
+from gspace.sharding import weights_of
 
 Reference = Literal["one", "balanced"]
 Products = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -24,7 +25,7 @@ FAR = 2.0  # a path value that is so many times another one is no small change o
 def reference_of(model: nn.Module, analysis: Analysis) -> Reference:
     """ "one" if every aligned free weight is ±1, as `init_skeleton_` leaves a network."""
     skeleton = build_skeleton(model, analysis, choice="aligned")
-    _, free = skeleton_values(skeleton, dict(model.named_parameters()))
+    _, free = skeleton_values(skeleton, weights_of(model))
     return "one" if skeleton.H > 0 and bool((free.abs() == 1).all()) else "balanced"
 
 
@@ -40,10 +41,10 @@ def choose_skeleton(
     trained = {name for name, p in model.named_parameters() if id(p) in mine}
     if reference == "one":
         skeleton = build_skeleton(model, analysis, trained=trained)
-        (log_in, _), (log_out, _) = products(skeleton, dict(model.named_parameters()))
+        (log_in, _), (log_out, _) = products(skeleton, weights_of(model))
         if wanted is not None or not bool(((log_in + log_out).abs() > math.log(FAR)).any()):
             return "one", skeleton, None
-    x = balanced_log_scales(analysis.transparent, dict(model.named_parameters()), analysis.H_paper + 1)
+    x = balanced_log_scales(analysis.transparent, weights_of(model), analysis.H_paper + 1)
     return "balanced", build_skeleton(model, analysis, choice="pivoted", trained=trained, balanced=x), x
 
 

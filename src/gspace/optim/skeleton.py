@@ -22,6 +22,7 @@ from gspace.analysis import Analysis, Edges, analyzed, magnitude, require_module
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
 from gspace.optim.arguments import require_finite
+from gspace.sharding import cut, local, shared, weights_of
 
 Choice = Literal["aligned", "pivoted"]
 Side = Literal["head", "tail"]
@@ -94,9 +95,9 @@ def build_skeleton(
     if not isinstance(analysis, Analysis):
         raise TypeError(f"analysis is what gspace.analyze returns, got {type(analysis).__name__}")
     require_finite(model)
-    weights = dict(model.named_parameters())
+    weights = weights_of(model)
     if trained is None:
-        trained = {name for name, p in weights.items() if p.requires_grad}
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
     edges, n = analysis.transparent, analysis.H_paper + 1
     live = connected(edges, n)
     in_edge, out_edge = _choose(edges, live, "head"), _choose(edges, live, "tail")
@@ -350,7 +351,7 @@ def _best_place(ids: Tensor, value: Tensor) -> Tensor:
 
 def skeleton_values(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Values of in(u) and out(u), `(H + 1,)` float64 each, 1 for ground; differentiable."""
-    device = next(iter(weights.values())).device if weights else torch.device("cpu")
+    device = weights[next(iter(weights))].device if weights else torch.device("cpu")
     result = []
     for which, index in ((skeleton.in_edge, skeleton.in_index), (skeleton.out_edge, skeleton.out_index)):
         units = by_edge(which.cpu(), len(skeleton.edges))
@@ -402,7 +403,7 @@ def init_skeleton_(
 
 @on_cpu
 def _set_skeleton_(model: nn.Module, found: Analysis, sign: str, generator: torch.Generator | None) -> None:
-    weights = dict(model.named_parameters())
+    parameters, weights = dict(model.named_parameters()), weights_of(model)
     edges, n = found.transparent, found.H_paper + 1
     live = connected(edges, n)
     marks: dict[str, Tensor] = {}
@@ -411,13 +412,15 @@ def _set_skeleton_(model: nn.Module, found: Analysis, sign: str, generator: torc
         index, _, _ = _pick(edges, weights, live, chosen, side, None)
         for k, e in enumerate(edges):
             units = ((chosen == k) & (torch.arange(n) > 0)).nonzero()[:, 0]
-            if len(units) and weights[e.name].requires_grad:
-                marks.setdefault(e.name, torch.zeros(weights[e.name].numel(), dtype=torch.bool))[index[units]] = True
+            if len(units) and parameters[e.name].requires_grad:
+                marks.setdefault(e.name, torch.zeros(parameters[e.name].numel(), dtype=torch.bool))[index[units]] = True
     with torch.no_grad():
         for name, mark in marks.items():
-            w = weights[name]
+            w = parameters[name]
             ones = torch.ones(int(mark.sum()), dtype=w.dtype)
             if sign == "random":
-                ones = ones * (torch.randint(2, ones.shape, generator=generator) * 2 - 1)
-            place = torch.unravel_index(mark.nonzero()[:, 0], w.shape)
-            w[tuple(i.to(w.device) for i in place)] = ones.to(w.device)
+                ones = shared(parameters, ones * (torch.randint(2, ones.shape, generator=generator) * 2 - 1))
+            signs = torch.zeros(w.shape, dtype=w.dtype)
+            signs.view(-1)[mark] = ones
+            here = cut(signs, w).to(w.device)
+            local(w).copy_(torch.where(here != 0, here, local(w)))

@@ -16,7 +16,7 @@ may take a step together, each with a part of every parameter (`part`): their su
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from gspace.analysis import Edges
 from gspace.devices import on_cpu
 from gspace.optim.skeleton import Skeleton, by_edge
+from gspace.sharding import Reduce, alone
 
 Number = float | Tensor
 BatchNormRule = Literal["released", "paper", "exact"]
@@ -86,11 +87,6 @@ class Flow(NamedTuple):
     norm: Tensor
 
 
-def alone(sums: Tensor) -> Tensor:
-    """`Plan.reduce` of a process that holds all weights."""
-    return sums
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Everything a step needs to know of a skeleton, on the device of the parameters.
@@ -113,12 +109,10 @@ class Plan:
     reference: Tensor
     following: Tensor
     jumps: tuple[Tensor, ...]
-    reduce: Callable[[Tensor], Tensor] = alone
+    reduce: Reduce = alone
 
 
-def plan(
-    skeleton: Skeleton, layers: Sequence[Layer], references: Tensor, reduce: Callable[[Tensor], Tensor] = alone
-) -> Plan:
+def plan(skeleton: Skeleton, layers: Sequence[Layer], references: Tensor, reduce: Reduce = alone) -> Plan:
     """For a skeleton, its layers, or the parts of them that are here, and the references of in(u) and out(u)."""
     device = layers[0].root.device if layers else torch.device("cpu")
     n = skeleton.H + 1
@@ -177,31 +171,19 @@ def part(layer: Layer, shape: Sequence[int], dim: int, start: int, stop: int) ->
         ValueError: It has rows before a norm, and would have parts of them. Their norms are no sums over units.
     """
     e, mask = layer.edges, layer.absorbed
-    head, tail, here = e.head, e.tail, torch.arange(start, stop, device=e.head.device)
-    single = len(shape) == 1 or head.numel() == math.prod(shape)  # one weight for each output
+    single = len(shape) == 1 or e.head.numel() == math.prod(shape)  # one weight for each output
     if not single and (dim > 1 or (dim == 0) == e.swap) and (e.normalized or mask is not None):
-        raise ValueError(f"{e.name} has rows before a norm, which cannot be divided")
-    if single:
-        here = torch.arange(head.numel(), device=head.device).reshape(*shape).narrow(dim, start, stop - start).flatten()
-    if single or (dim == 0 and len(head) > 1):  # what is divided by groups: each row is a group of its own
-        rows, columns = (tail, head) if e.swap and not single else (head, tail)
-        group, rows = here // rows.shape[1], rows.reshape(-1)[here, None]
-        mask = None if mask is None else mask.reshape(-1)[here, None]
-        head, tail = (columns[group], rows) if e.swap and not single else (rows, columns[group])
-    elif dim < 2 and (dim == 0) != e.swap:
-        head, mask = head[:, here], None if mask is None else mask[:, here]
-    elif dim < 2:
-        tail = tail[:, here]
+        raise ValueError(f"{e.name} has rows before a norm, which cannot be divided: shard its outputs instead")
     inside = (layer.entries[dim] >= start) & (layer.entries[dim] < stop)
     return replace(
         layer,
-        edges=replace(e, head=head, tail=tail),
+        edges=e.part(shape, dim, start, stop),
         entries=tuple(i[inside] - (start if d == dim else 0) for d, i in enumerate(layer.entries)),
         root=layer.root[inside],
         free=layer.free[inside],
         entry_tail=layer.entry_tail[inside],
         entry_head=layer.entry_head[inside],
-        absorbed=mask,
+        absorbed=None if mask is None else replace(e, head=mask).part(shape, dim, start, stop).head,
     )
 
 

@@ -29,6 +29,7 @@ from gspace.analysis.forward import (
 from gspace.analysis.operations import PATHS
 from gspace.analysis.run import called
 from gspace.analysis.sums import Power, Slot, Step, Sums, merged, played, power
+from gspace.sharding import any_sharded, whole_copy
 
 __all__ = ["PathError", "PathGraph", "Power", "as_input_of", "path_graph", "path_kappa"]
 
@@ -58,7 +59,7 @@ class PathGraph:
             known = (powers or {}).get(id(t))
             inputs.append(known if known is not None else power(t, p) if isinstance(t, nn.Parameter) else t)
         device = inputs[0].device if inputs else torch.device("cpu")
-        values = played(self.steps, [torch.tensor(float(p), dtype=torch.float64, device=device), *inputs])
+        values = played(self.steps, [torch.full((), float(p), dtype=torch.float64, device=device), *inputs])
         total, exponent = (None if slot is None else values[slot.k] for slot in self.outputs)
         assert total is not None
         return Power(total / self.samples if self.samples > 1 else total, exponent)
@@ -89,6 +90,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
     """
     inner = unwrap(model)
     refuse(inner)
+    inner = whole_copy(inner) if any_sharded(inner) else inner
     with untouched(inner):
         set_mode(inner, False)
         alike = None if example_input is None else [as_input_of(model, example_input)]
@@ -96,10 +98,12 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
 
 
 def as_input_of(model: nn.Module, inputs: Any) -> Any:
-    """`inputs` with floating-point tensors in the dtype of the model: only their shapes matter."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    """`inputs` on the model's device, floating-point tensors in its dtype: only their shapes matter."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), None)
     plain = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, plain)
+    if like is None:
+        return plain
+    return tree_map_only(Tensor, lambda x: x.to(like.device, like.dtype if x.is_floating_point() else x.dtype), plain)
 
 
 def _recorded(model: nn.Module, inner: nn.Module, batch: Inputs) -> PathGraph:
@@ -135,7 +139,8 @@ def _run(model: nn.Module, inner: nn.Module, batch: Inputs, samples: int) -> Pat
             raise PathError("no output of the model depends on its input")
         total = merged(lambda *xs: functools.reduce(torch.add, [x.sum() for x in xs]), *map(sums.read, outputs))
     slots = sums.tape.slot(total.values), None if total.exponent is None else sums.tape.slot(total.exponent)
-    sources = [(inner.get_submodule(path), last) for path, _, last in (name.rpartition(".") for name in held)]
+    own = unwrap(model)  # what was run may be a copy
+    sources = [(own.get_submodule(path), last) for path, _, last in (name.rpartition(".") for name in held)]
     return PathGraph(model, sources, sums.tape.steps, slots, samples)
 
 

@@ -24,6 +24,7 @@ from gspace.analysis.result import starred
 from gspace.quantization.find import layer
 from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, common
+from gspace.sharding import refuse_sharded
 
 TOLERANCE = 1e-5  # of the output, on a float64 copy: what a model computes in float32 moves by 1e-7
 
@@ -47,6 +48,7 @@ class Problem(NamedTuple):
 def _analyzed(model: nn.Module, example_input: Inputs | None, analysis: Analysis | None) -> tuple[nn.Module, Analysis]:
     require_module(model)
     inner = unwrap(model)
+    refuse_sharded(dict(inner.named_parameters()), "a mapping")
     return inner, analyze(inner, example_input) if analysis is None else analyzed(inner, analysis, {})
 
 

@@ -19,6 +19,7 @@ from gspace.analysis.assemble import membership
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_seen
 from gspace.quantization.mapping import Hook, Mapping, Mappings, Side
+from gspace.sharding import refuse_sharded
 
 KINDS = ("attention", "gate", "relu")  # what a scale goes through, the first that applies
 
@@ -53,6 +54,7 @@ def mappings(
     given = {} if example_input is None else {"example_input": example_input}
     found = analyzed(unwrap(model), analysis, {**options, **given})
     require_seen(found)
+    refuse_sharded(dict(model.named_parameters()), "a mapping")
     return on_cpu(_mappings)(unwrap(model), found)
 
 

@@ -21,6 +21,7 @@ from gspace.optim.arguments import require_one_of, require_values
 from gspace.quantization.find import channel_dim, layer
 from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, Side
+from gspace.sharding import refuse_sharded
 
 By = Literal["max-abs", "l2"]
 SWEEPS = 500  # at most
@@ -59,6 +60,7 @@ def equalize_(
     require_one_of("by", by, ("max-abs", "l2"))
     model = unwrap(model)
     require_values(model)
+    refuse_sharded(dict(model.named_parameters()), "a mapping")
     found, chosen = _chosen(model, mappings, example_input, analysis)
     squares = _squares(dict(model.named_parameters()), chosen, by)
     log = torch.zeros(found.H, dtype=torch.float64, device="cpu")
@@ -105,6 +107,7 @@ def smooth_(
         raise ValueError(f"alpha must be from 0 to 1, got {alpha!r}")
     model = unwrap(model)
     require_values(model)
+    refuse_sharded(dict(model.named_parameters()), "a mapping")
     listed = _batches(batches)
     found, chosen = _chosen(model, mappings, listed[:EXAMPLES], analysis)
     if mappings is None:

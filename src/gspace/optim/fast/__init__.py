@@ -1,9 +1,10 @@
-"""The step of GSGD compiled: in Triton for a GPU, in C for a CPU that has a compiler.
+"""Steps compiled: in Triton for a GPU, in C for a CPU that has a compiler.
 
-`step.py` is the definition and `eager.py` takes its steps; the two passes here do the same for all parameters at once.
-`fused=` and `foreach=` choose as they do in torch.optim: None takes what is compiled if that is possible, `fused=True`
-insists on it, any value of `foreach`, or `fused=False`, asks for torch's operations. What fits no table (mixed dtypes,
-weights with gaps in memory) is left to them too.
+`step.py` is the definition and `eager.py` takes its steps; the passes here do the same for all parameters at once: a
+whole step of SGD, or the two halves around another optimizer's. For GSGD `fused=` and `foreach=` choose as they do in
+torch.optim: None takes what is compiled if that is possible, `fused=True` insists on it, any value of `foreach`, or
+`fused=False`, asks for torch's operations. What fits no table (mixed dtypes, weights with gaps in memory) is left to
+them too.
 """
 
 import importlib.util
@@ -21,6 +22,8 @@ from gspace.optim.fast.tables import Tile
 _GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
 
 State = Any  # of an optimizer, by parameter
+# What the passes multiply by where another optimizer moves path values.
+PLAIN = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0, "maximize": False}
 Rest = list[list[Tensor]]  # other parameters of each group
 
 
@@ -29,9 +32,13 @@ class Way(Protocol):
 
     def step(self, given: Given) -> Outcome: ...
 
+    def show(self, given: Given) -> Outcome: ...
+
+    def give(self, given: Given) -> None: ...
+
 
 def choose(task: Task, groups: Groups, outside: Rest) -> "Bound | str":
-    """What takes the steps of a task, or why torch's operations do."""
+    """What takes the steps of a task, or why torch's operations do; `groups` may say what is wanted."""
     fused = [group["fused"] for group in groups]
     if not any(fused):
         asked = [
@@ -93,6 +100,7 @@ class Bound:
         self.way, self.parameters, self.groups, self.units, self.rest = way, list(parameters), groups, units, rest
         self.gpu = self.parameters[0].is_cuda
         self.places, self.strides = addresses(parameters), [p.stride() for p in parameters]
+        self.plain = [PLAIN] * (max(groups) + 1)
         self.dtypes = {p.dtype for p in parameters}
         self.nothing: list[Tensor | None] = [None] * len(parameters)
         self.never = [False] * len(parameters)
@@ -121,6 +129,14 @@ class Bound:
         if outcome != Outcome.TAKEN:
             self._forget(state, fresh)
         return outcome
+
+    def show(self, values: Sequence[Tensor], slopes: Sequence[Tensor]) -> tuple[Given, Outcome] | None:
+        """Writes v and ∂ℓ/∂v of the parameters; None if torch's operations must see to the gradients."""
+        grads = self._grads()
+        if grads is None:
+            return None
+        given = Given(self.plain, grads, values, addresses(slopes))
+        return given, self.way.show(given)
 
     def _grads(self) -> list[Tensor | None] | None:
         """Gradients that lie in memory like their parameters."""

@@ -205,15 +205,13 @@ static int measure(const Plan *p)
     int sound = 1;
     for (int64_t i = 0; i < n; i++) {
         const int64_t u = p->order[i], *e = p->skeleton + u * ENTRY;
-        for (int64_t k = i; i % AHEAD == 0 && k < i + AHEAD && k < n; k++) {
-            const int64_t *next = p->skeleton + p->order[k] * ENTRY;
-            if (next[ENTRY_PARAM] >= 0) fetch((const REAL *)p->params[next[ENTRY_PARAM] * RECORD + WEIGHT], 0, next[ENTRY_OFFSET]);
-        }
+        const REAL *w = (const REAL *)e[ADDRESS];
+        for (int64_t k = i; i % AHEAD == 0 && k < i + AHEAD && k < n; k++)
+            __builtin_prefetch((const void *)p->skeleton[p->order[k] * ENTRY + ADDRESS]);
         double x = 1;
-        if (e[ENTRY_PARAM] >= 0) {
-            const REAL *w = (const REAL *)p->params[e[ENTRY_PARAM] * RECORD + WEIGHT];
-            x = (double)w[e[ENTRY_OFFSET]] / p->reference[u] * p->products[e[FOLLOWING]];
-            sound &= w[e[ENTRY_OFFSET]] != 0;
+        if (w) {
+            x = (double)*w / p->reference[u] * p->products[e[FOLLOWING]];
+            sound &= *w != 0;
         }
         p->products[u] = x;
         p->coordinates[u] = (REAL)x;
@@ -243,15 +241,16 @@ static void gather(const Plan *p, const int64_t *header, const double *hyper)
     }
 }
 
-/* Momentum of a trained skeleton path lies at its entry in the buffer of the parameter. */
-static void move(const Plan *p, const int64_t *header, const double *hyper, REAL shrink)
+/* Momentum of a trained skeleton path lies at its entry in the buffer of the parameter; what an optimizer has made of its
+ * change, if that is `given`, in the shown value. */
+static void move(const Plan *p, const int64_t *header, const double *hyper, REAL shrink, int given)
 {
     const REAL *in = p->coordinates, *out = in + p->n_units;
     for (int64_t i = 0; i < p->n_roots; i++) {
         const int64_t *root = p->roots + i * ROOT, u = root[ROOT_UNIT], slot = p->params[root[ROOT_PARAM] * RECORD + SLOT];
         const double *h = hyper + root[ROOT_GROUP] * HYPER;
         REAL *buffer = (REAL *)header[BUFFER * p->slots + slot];
-        REAL value = in[u] * out[u], d = p->root_grad[u] * shrink;
+        REAL value = in[u] * out[u], d = given ? -buffer[root[ROOT_OFFSET]] : p->root_grad[u] * shrink;
         if (buffer && h[MOMENTUM] != 0) {
             REAL *b = buffer + root[ROOT_OFFSET];
             *b = header[FRESH * p->slots + slot] ? d : (REAL)h[MOMENTUM] * *b + (REAL)(1 - h[DAMPENING]) * d;
@@ -301,8 +300,49 @@ static int factors(const Plan *p)
     return tame;
 }
 
-static void update(const Plan *p, const int64_t *header, const double *hyper, int64_t i, int apply, int tame, REAL shrink)
+/* v and ∂ℓ/∂v of one chunk, 0 at skeleton entries. */
+static void show_chunk(const Plan *p, const int64_t *header, int64_t i)
 {
+    Chunk k = chunk_at(p, header, i);
+    const int64_t *r = k.record, all_r = r[GROUPS] * r[ROWS], all_c = r[GROUPS] * r[COLUMNS];
+    const int32_t *row_table = p->units + r[ROW_TABLE] + k.group * r[ROWS] + k.row0;
+    const int32_t *column_table = p->units + r[COLUMN_TABLE] + k.group * r[COLUMNS] + k.column0;
+    REAL *slope = (REAL *)header[PATH_GRAD * p->slots + r[SLOT]] + (k.w - (REAL *)r[WEIGHT]);
+    for (int64_t first = 0; first < k.columns; first += WIDEST) {
+        const int64_t width = k.columns - first < WIDEST ? k.columns - first : WIDEST;
+        REAL v_c[WIDEST], i_c[WIDEST];
+        for (int64_t j = 0; j < width; j++) {
+            v_c[j] = p->coordinates[column_table[first + j]];
+            i_c[j] = p->factors[column_table[first + j]];
+        }
+        for (int64_t a = 0; a < k.rows; a++) {
+            const int64_t at = a * k.stride + first, id = row_table[a], entry = row_table[all_r + a] - k.column0 - first;
+            const REAL *restrict w = k.w + at, *restrict g = k.g ? k.g + at : 0, v_r = p->coordinates[id], i_r = p->factors[id];
+            REAL *restrict v = k.b + at, *restrict d = slope + at;
+            for (int64_t j = 0; j < width; j++) v[j] = w[j] * (v_r * v_c[j]);
+            if (g)
+                for (int64_t j = 0; j < width; j++) d[j] = g[j] * (i_r * i_c[j]);
+            else
+                for (int64_t j = 0; j < width; j++) d[j] = 0;
+            if (r[NORMAL]) {
+                int64_t base;
+                const int32_t *place = norm_index(p, &k, a, &base) + first;
+                for (int64_t j = 0; j < width; j++) d[j] *= p->norms[base + place[j]];
+            }
+            if (entry >= 0 && entry < width) v[entry] = d[entry] = 0;
+        }
+        for (int64_t j = 0; j < width; j++) {
+            const int64_t a = column_table[all_c + first + j] - k.row0;
+            if (a >= 0 && a < k.rows) k.b[a * k.stride + first + j] = slope[a * k.stride + first + j] = 0;
+        }
+    }
+}
+
+enum { NORM, STEP, GIVE }; /* only the squares of ∂ℓ/∂v; a step of SGD; shown values given to weights */
+
+static void update(const Plan *p, const int64_t *header, const double *hyper, int64_t i, int mode, int tame, REAL shrink)
+{
+    const int apply = mode != NORM;
     Chunk k = chunk_at(p, header, i);
     const int64_t *r = k.record;
     const double *h = hyper + r[GROUP] * HYPER;
@@ -316,7 +356,7 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
     if (!r[UNIT] && (!k.g || !apply)) return;
     for (int64_t first = 0; first < k.columns; first += WIDEST) {
         const int64_t width = k.columns - first < WIDEST ? k.columns - first : WIDEST;
-        REAL i_c[WIDEST], m_c[WIDEST], d[WIDEST], kept_c[WIDEST], kept_b[WIDEST];
+        REAL i_c[WIDEST], m_c[WIDEST], d[WIDEST], kept_c[WIDEST], kept_b[WIDEST], *const v_c = d;
         const int32_t *entry_c = column_table + all_c + first; /* row of the entry of each column, within the group */
         for (int64_t j = 0; j < width && r[UNIT]; j++) {
             const int64_t a = entry_c[j] - k.row0;
@@ -334,9 +374,11 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
                 if (k.b) kept_b[j] = k.b[a * k.stride + first + j];
             }
         }
-        const int simple = apply && tame && k.g && decay == 0 && momentum == 0 && !r[NORMAL];
+        const int simple = mode == STEP && tame && k.g && decay == 0 && momentum == 0 && !r[NORMAL];
         if (simple)
             for (int64_t j = 0; j < width; j++) d[j] = i_c[j] * i_c[j] * m_c[j];
+        if (mode == GIVE)
+            for (int64_t j = 0; j < width; j++) v_c[j] = p->coordinates[column_table[first + j]];
         for (int64_t a = 0; a < k.rows;) {
             /* Factors of long rows do not stay in the nearest cache: four rows share what is read of them. */
             const int64_t many = simple && width > LONG && a + 4 <= k.rows ? 4 : 1;
@@ -358,6 +400,10 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
                 move_four(w, g, k.stride, width, m_c, d, m_r, step);
             } else if (simple) {
                 move_one(w, g, width, m_c, d, m_r[0], step[0]);
+            } else if (mode == GIVE) {
+                const REAL v_r = p->coordinates[row_table[a]], *restrict v = k.b + a * k.stride + first;
+                for (int64_t j = 0; j < width; j++)
+                    w[j] = (w[j] + (v[j] - w[j] * (v_r * v_c[j])) * (i_r[0] * i_c[j])) * (m_r[0] * m_c[j]);
             } else {
                 for (int64_t j = 0; j < width; j++) d[j] = g ? sign * g[j] * (i_r[0] * i_c[j]) : 0;
                 if (r[NORMAL]) {
@@ -403,11 +449,15 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
     p->squares[i] = (REAL)square;
 }
 
-static int flows(const Plan *p, const int64_t *header, int sums, int norms)
+/* What is shown too needs no norms, or has them. */
+static int flows(const Plan *p, const int64_t *header, int sums, int norms, int shown)
 {
     int finite = 1;
 #pragma omp parallel for schedule(static) reduction(& : finite) num_threads(p->threads) if (p->threads > 1)
-    for (int64_t i = 0; i < p->n_chunks; i++) finite &= flow(p, header, i, sums, norms);
+    for (int64_t i = 0; i < p->n_chunks; i++) {
+        finite &= flow(p, header, i, sums, norms);
+        if (shown && (!norms || !p->params[p->chunks[4 * i] * RECORD + NORMAL])) show_chunk(p, header, i);
+    }
     return finite;
 }
 
@@ -417,31 +467,42 @@ static void folds(const Plan *p, const int64_t *header, int64_t first, int64_t e
     for (int64_t i = first; i < end; i++) fold(p, header, i);
 }
 
-static void updates(const Plan *p, const int64_t *header, const double *hyper, int apply, int tame, REAL shrink)
+static void updates(const Plan *p, const int64_t *header, const double *hyper, int mode, int tame, REAL shrink)
 {
 #pragma omp parallel for schedule(static) num_threads(p->threads) if (p->threads > 1)
-    for (int64_t i = p->n_chunks - 1; i >= 0; i--) update(p, header, hyper, i, apply, tame, shrink); /* what was read last is cached */
+    for (int64_t i = p->n_chunks - 1; i >= 0; i--) update(p, header, hyper, i, mode, tame, shrink); /* what was read last is cached */
 }
 
-/* One step. Nothing moves, and the result is 0, if a sum of w·g is not finite; -1 if a path has no value to divide by. */
+/* Coordinates and root gradients. The result is 0 if a sum of w·g is not finite, -1 if a path has no value to divide by. */
+static int observe(const Plan *p, const int64_t *header, const double *hyper, int shown)
+{
+    if (!measure(p)) return -1;
+    if (shown || p->max_norm > 0)
+        for (int64_t u = 0; u < 2 * p->n_units; u++) p->factors[u] = 1 / p->coordinates[u];
+    if (p->paper) {
+        flows(p, header, 0, 1, 0);
+        folds(p, header, 0, p->norm_folds);
+        if (!flows(p, header, 1, 0, shown)) return 0;
+        folds(p, header, p->norm_folds, p->n_folds);
+    } else {
+        if (!flows(p, header, 1, 1, shown)) return 0;
+        folds(p, header, 0, p->n_folds);
+        for (int64_t i = 0; i < p->n_chunks && shown && p->normalized; i++)
+            if (p->params[p->chunks[4 * i] * RECORD + NORMAL]) show_chunk(p, header, i);
+    }
+    gather(p, header, hyper);
+    return 1;
+}
+
+/* One step; nothing moves unless the result is 1. */
 int step(const Plan *p, const int64_t *header, const double *hyper)
 {
     REAL shrink = 1;
-    if (!measure(p)) return -1;
-    if (p->paper) {
-        flows(p, header, 0, 1);
-        folds(p, header, 0, p->norm_folds);
-        if (!flows(p, header, 1, 0)) return 0;
-        folds(p, header, p->norm_folds, p->n_folds);
-    } else {
-        if (!flows(p, header, 1, 1)) return 0;
-        folds(p, header, 0, p->n_folds);
-    }
-    gather(p, header, hyper);
+    const int found = observe(p, header, hyper, 0);
+    if (found != 1) return found;
     if (p->max_norm > 0) {
         double total = 0;
-        for (int64_t u = 0; u < 2 * p->n_units; u++) p->factors[u] = 1 / p->coordinates[u];
-        updates(p, header, hyper, 0, 0, 1);
+        updates(p, header, hyper, NORM, 0, 1);
         for (int64_t i = 0; i < p->n_chunks; i++) total += (double)p->squares[i];
         for (int64_t i = 0; i < p->n_roots; i++) {
             const double q = (double)p->root_grad[p->roots[i * ROOT]];
@@ -450,7 +511,26 @@ int step(const Plan *p, const int64_t *header, const double *hyper)
         total = p->max_norm / (sqrt(total) + 1e-6);
         shrink = (REAL)(total < 1 ? total : 1);
     }
-    move(p, header, hyper, shrink);
-    updates(p, header, hyper, 1, factors(p), shrink);
+    move(p, header, hyper, shrink, 0);
+    updates(p, header, hyper, STEP, factors(p), shrink);
+    return 1;
+}
+
+/* Writes v and ∂ℓ/∂v for an optimizer. Trained skeleton entries are shown as changes: 0, and the gradient of their path. */
+int show(const Plan *p, const int64_t *header, const double *hyper)
+{
+    const int found = observe(p, header, hyper, 1);
+    for (int64_t i = 0; i < p->n_roots; i++) {
+        const int64_t *root = p->roots + i * ROOT, slot = p->params[root[ROOT_PARAM] * RECORD + SLOT];
+        ((REAL *)header[PATH_GRAD * p->slots + slot])[root[ROOT_OFFSET]] = p->root_grad[root[ROOT_UNIT]];
+    }
+    return found;
+}
+
+/* Gives what it has made of v to the weights. */
+int give(const Plan *p, const int64_t *header, const double *hyper)
+{
+    move(p, header, hyper, 1, 1);
+    updates(p, header, hyper, GIVE, factors(p), 1);
     return 1;
 }

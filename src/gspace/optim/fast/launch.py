@@ -11,7 +11,7 @@ import operator
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -26,6 +26,8 @@ WALK = 16  # steps that one pass takes
 SPARE = 4  # captured steps between two others that find memory made for them
 KEPT: list[object] = []  # headers that CUDA graphs read at each replay: never freed
 DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)  # how compiled kernels are called varied before
+Kind = Literal["step", "show", "give"]
+Calls = list[tuple[Callable[..., None], tuple[Any, ...]]]
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -62,8 +64,8 @@ class FusedStep:
         self.walks = [walk.to(weight.device) for walk in _walks(network.tables.skeleton[:, -1].cpu())]
         self.products = torch.ones(2, 2 * len(network.root), dtype=torch.float64, device=weight.device).unbind()
         self.compiled: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
-        self.last: Sent | None = None  # what the calls below were made for
-        self.calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.kept: dict[Kind, tuple[Sent, Calls]] = {}  # the calls of a step, and what they were made for
+        self.calls: Calls = []
         self.complete = False  # whether these calls are the whole step
         self.early = DIRECT and _dependent_launches(weight.device)
         self.begun = False  # whether a pass of this step was launched
@@ -75,19 +77,35 @@ class FusedStep:
 
         Path ratios, bounded and not, are left in the network; how many steps were not taken, in `flags[2]`.
         """
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            sent = self.header.upload(given)
-            if self.last is sent:
-                for call, arguments in self.calls:
-                    call(*arguments)
-            else:
-                self.last, self.calls, self.complete, self.begun = None, [], True, False
-                self._passes(given, sent)
-                self.last = sent if self.complete else None
+        self._play("step", given)
         torch.autograd.graph.increment_version(self.network.parameters)
         return Outcome.TAKEN
 
-    def _passes(self, given: Given, sent: "Sent") -> None:
+    def show(self, given: Given) -> Outcome:
+        """Writes v and ∂ℓ/∂v, whatever the gradients are."""
+        self._play("show", given)
+        return Outcome.TAKEN
+
+    def give(self, given: Given) -> None:
+        """Moves parameters to what became of v."""
+        self._play("give", given)
+        torch.autograd.graph.increment_version(self.network.parameters)
+
+    def _play(self, kind: "Kind", given: Given) -> None:
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            sent = self.header.upload(given)
+            kept = self.kept.pop(kind, None)
+            if kept is not None and kept[0] is sent:
+                for call, arguments in kept[1]:
+                    call(*arguments)
+                self.kept[kind] = kept
+                return
+            self.calls, self.complete, self.begun = [], True, False
+            self._passes(kind, given, sent)
+            if self.complete:
+                self.kept[kind] = sent, self.calls
+
+    def _passes(self, kind: "Kind", given: Given, sent: "Sent") -> None:
         net, groups = self.network, given.groups
         has_momentum = any(group["momentum"] != 0 for group in groups)
         params, chunks, folds, units, free, roots, lists, skeleton, reference = net.tables
@@ -100,7 +118,7 @@ class FusedStep:
 
         def walk(k: int) -> None:
             before, after = self.products[(k - 1) % 2], self.products[k % 2]
-            tensors = (self.walks[k], skeleton, reference, params, before, after, len(after))
+            tensors = (self.walks[k], skeleton, reference, before, after, len(after))
             options = {"GATHER": k == 0, "STRIDES": len(self.walks[k])}
             programs = triton.cdiv(len(after), UNITS)
             self._launch("walk_pass", programs, tensors, **options, DTYPE=self.kinds["DTYPE"], UNITS=UNITS)
@@ -131,24 +149,39 @@ class FusedStep:
                 tensors,
                 GATHER=gather,
                 MOVE=move,
+                GIVE=kind == "give",
                 ROOTS=ROOTS,
                 **options,
                 **guards,
                 **self.kinds,
             )
 
+        def at_units() -> None:
+            tensors = (net.root, net.ratio, coordinates, net.factors, len(net.root))
+            programs = triton.cdiv(len(net.root), UNITS)
+            self._launch("units_pass", programs, tensors, SPREAD=net.spread, ACC=self.kinds["ACC"], UNITS=UNITS)
+
         def update(apply: bool) -> None:
+            fresh = sent.fresh if kind == "show" else self.new
             tensors = (
-                chunks, params, sent.grads, sent.buffers, self.new, sent.hyper, units, net.factors, net.norms,
-                self.flags, self.shrink, net.squares, len(net.root),
+                chunks, params, sent.grads, sent.buffers, fresh, sent.hyper, units, net.factors, net.norms,
+                self.flags, self.shrink, net.root_grad, net.squares, len(net.root),
             )  # fmt: skip
             options = {"NORMS": net.normalized, "TAPS": net.taps, "HAS_MOMENTUM": has_momentum, "HAS_DECAY": has_decay}
             clip = apply and net.max_norm is not None
-            more = {"maxnreg": 4 * tile.registers // 3} if has_momentum and "maxnreg" in shape else {}
-            self._launch(
-                "update_pass", len(chunks), tensors, APPLY=apply, CLIP=clip, **options, **self.kinds, **(shape | more)
-            )
+            more: dict[str, Any] = {}
+            if "maxnreg" in shape and (has_momentum or kind != "step"):
+                more["maxnreg"] = 4 * tile.registers // 3
+            if kind == "give" and isinstance(kernels.flow_pass, triton.JITFunction):
+                more["enable_fp_fusion"] = False  # what the optimizer left alone comes back to the bit
+            modes = {"APPLY": apply, "SHOW": kind == "show", "GIVE": kind == "give", "CLIP": clip}
+            self._launch("update_pass", len(chunks), tensors, **modes, **options, **self.kinds, **(shape | more))
 
+        if kind == "give":
+            at_roots(gather=False, move=True)
+            at_units()
+            update(apply=True)
+            return
         for k in range(len(self.walks)):
             walk(k)
         if net.weighted:
@@ -159,6 +192,11 @@ class FusedStep:
         else:
             flow(sums=True, norms=True)
             fold(folds, last=True)
+        if kind == "show":
+            at_roots(gather=True, move=False)
+            at_units()
+            update(apply=False)
+            return
         if net.max_norm is None:
             at_roots(gather=True, move=True)
         else:
@@ -167,9 +205,7 @@ class FusedStep:
             update(apply=False)
             self._run(_shrink, net.squares, net.root_grad, net.max_norm, self.shrink)
             at_roots(gather=False, move=True)
-        tensors = (net.root, net.ratio, coordinates, net.factors, len(net.root))
-        programs = triton.cdiv(len(net.root), UNITS)
-        self._launch("units_pass", programs, tensors, SPREAD=net.spread, ACC=self.kinds["ACC"], UNITS=UNITS)
+        at_units()
         update(apply=True)
 
     def _run(self, call: Callable[..., None], *arguments: Any) -> None:

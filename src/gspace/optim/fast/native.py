@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import warnings
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
@@ -34,7 +34,8 @@ REAL = {torch.float32: "float", torch.float64: "double"}
 # Rows of the part of a large weight that one core works on at a time, and columns.
 TILE = Tile(rows=256, width=8192, loops=1, warps=1)
 FOLD = 64  # sums that are folded at a time
-FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared"]
+# Products are rounded before they are added: what an optimizer leaves alone must come back to the bit.
+FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-shared"]
 THREADS = [["-fopenmp"], ["-fopenmp-simd"], []]  # the first that the compiler understands
 WORK = 1 << 15  # weights that are worth a thread
 
@@ -99,8 +100,8 @@ def _attempt(real: str) -> ctypes.CDLL | str:
         return "no C compiler was found (CC, cc, gcc, clang)"
     try:
         found = _found_or_built(real, compiler)
-        found.step.argtypes = [ctypes.c_void_p] * 3
-        found.step.restype = ctypes.c_int
+        for call in (found.step, found.show, found.give):
+            call.argtypes, call.restype = [ctypes.c_void_p] * 3, ctypes.c_int
         return found
     except (OSError, AttributeError, NativeError, subprocess.SubprocessError) as error:
         reason = " ".join(f"the compiled step could not be built with {compiler}: {error}".split())
@@ -184,7 +185,7 @@ class NativeStep:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.call = library(REAL[network.dtype]).step
+        self.library = library(REAL[network.dtype])
         t, sizes = network.tables, network.sizes
         self.order = depths(t.skeleton[:, -1]).argsort(stable=True).int()  # nearest to ground first
         self.products = torch.ones(len(self.order), dtype=torch.float64, device="cpu")
@@ -211,10 +212,22 @@ class NativeStep:
 
     def step(self, given: Given) -> Outcome:
         """Moves parameters and buffers in place, or nothing."""
+        outcome = self._call(self.library.step, given)
+        if outcome == Outcome.TAKEN:
+            torch.autograd.graph.increment_version(self.network.parameters)
+        return outcome
+
+    def show(self, given: Given) -> Outcome:
+        """Writes v and ∂ℓ/∂v."""
+        return self._call(self.library.show, given)
+
+    def give(self, given: Given) -> None:
+        """Moves parameters to what became of v."""
+        self._call(self.library.give, given)
+        torch.autograd.graph.increment_version(self.network.parameters)
+
+    def _call(self, function: Callable[..., int], given: Given) -> Outcome:
         header = array("q", [*addresses(given.grads), *addresses(given.buffers), *given.fresh])
         hyper = hyper_parameters(given.groups, read=True)
         self.plan.threads = min(torch.get_num_threads(), self.most_threads)
-        outcome = self.call(self.address, header.buffer_info()[0], hyper.buffer_info()[0])
-        if outcome == Outcome.TAKEN:
-            torch.autograd.graph.increment_version(self.network.parameters)
-        return Outcome(outcome)
+        return Outcome(function(self.address, header.buffer_info()[0], hyper.buffer_info()[0]))

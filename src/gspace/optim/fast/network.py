@@ -12,6 +12,7 @@ from torch import Tensor
 from gspace.devices import on_cpu
 from gspace.optim.fast.tables import RECORD, Builder, Tables, Tile, as_matrix
 from gspace.optim.step import BatchNormRule, Plan
+from gspace.sharding import alone
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -49,13 +50,14 @@ class Given(NamedTuple):
     Attributes:
         groups: The optimizer's parameter groups.
         grads, buffers: Gradients and momentum buffers; they lie in memory like their parameters, None is a missing one.
-        fresh: Whether the buffer is new, per parameter.
+        fresh: Whether the buffer is new, per parameter. Where path values are shown, they are the buffers, and this is
+            the address of their gradient.
     """
 
     groups: Groups
     grads: Sequence[Tensor | None]
     buffers: Sequence[Tensor | None]
-    fresh: list[bool]
+    fresh: Sequence[int]
 
 
 class Outcome(IntEnum):
@@ -86,6 +88,8 @@ def is_dense(parameter: Tensor) -> bool:
 
 def refusal(task: Task, tile: Tile = Tile()) -> str | None:
     """Why these parameters do not fit into tables, None if they do."""
+    if task.plan.reduce is not alone:
+        return "parameters are divided among processes"
     if len({(w.device, w.dtype) for w in task.weights}) > 1:
         return "parameters differ in dtype or device"
     for layer, weight in zip(task.plan.layers, task.weights, strict=True):

@@ -16,7 +16,7 @@ row norms (the sum over row and column is an index; index 0 is a norm of 1) |
 | free | inputs of parameters | offset of the free entry (−1 if none), index of its row norm |
 | roots | roots | `LAYOUT["ROOT"]`: start and length of its list; parameter, offset, row norm and group of in(r) |
 | lists | – | which sums lie behind a root |
-| skeleton | in(u) of every unit, then out(u) | parameter (−1 for ground), offset, where the walk to ground goes on |
+| skeleton | in(u) of every unit, then out(u) | address (0 for ground), where the walk to ground goes on |
 | reference | the same | what their values are divided by, float64 |
 """
 
@@ -38,7 +38,8 @@ LAYOUT = {
     "HEADER": "grad buffer fresh".split(),  # of a parameter, new at every step
     "FOLD": "source count taps stride first end target edges fold_weight fold_slot".split(),
     "ROOT": "root_unit start length root_param root_offset root_norm root_group".split(),
-    "ENTRY": "entry_param entry_offset following".split(),
+    "SHOWN": "loss_grad value path_grad".split(),  # the header where another optimizer moves path values
+    "ENTRY": "address following".split(),
 }
 RECORD = LAYOUT["RECORD"]
 Record = dict[str, int]
@@ -128,7 +129,7 @@ class Builder:
         self.folds: list[list[int]] = []
         self.tails: list[Tensor] = []
         self.roots: list[Tensor] = []
-        self.entries = [torch.tensor([[-1, 0]])]
+        self.entries = [torch.zeros(1, dtype=torch.long)]
         self.slots = self.indices = self.partials = self.sums = 0
         self.norms = 1  # the first is 1
 
@@ -192,7 +193,7 @@ class Builder:
             self.tails.append(tail)
             self.sums += len(tail)
         unit = layer.root.cpu()
-        self.entries.append(torch.stack([torch.full_like(offset, k), offset], 1))
+        self.entries.append(weight.data_ptr() + offset * weight.element_size())
         self.roots.append(torch.stack([unit, torch.full_like(unit, k), offset, norm_at], 1)[is_root])
         self.slots += 1
 
@@ -285,7 +286,7 @@ class Builder:
             free=torch.cat([nothing.reshape(0, 2), *self.free]),
             roots=roots,
             lists=order.int(),
-            skeleton=torch.cat([torch.cat(self.entries)[plan.place.cpu()], plan.following.cpu()[:, None]], 1),
+            skeleton=torch.stack([torch.cat(self.entries)[plan.place.cpu()], plan.following.cpu()], 1),
             reference=plan.reference.cpu(),
         )
         return tables, Sizes(self.partials, self.sums, self.norms, norm_folds)

@@ -1,0 +1,208 @@
+"""What a step costs several processes: collectives and bytes, counted, and throughput beside one process.
+
+    python benchmarks/ranks.py --out results/ranks.json       # some minutes: processes with gloo on this machine
+    python benchmarks/ranks.py --table docs/scale.md          # writes the tables from that record
+
+Counts are of MLPs that FSDP2 shards, in their first step, which chooses the skeleton, and in a later one. Times are of
+whole iterations, the optimizers in turn, `ROUNDS` times; what is compared ran in the same processes.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gspace
+
+SIZES = (1, 2, 4)  # processes
+WIDTHS = {"narrow": (16, 256, 256, 10), "more weights": (1024, 256, 256, 1024), "more units": (16, 512, 512, 10)}
+TIMED, BATCH, STEPS, ROUNDS = (784, 512, 512, 10), 128, 10, 7
+Make = Callable[[nn.Module, gspace.Analysis], Optimizer]
+COUNTED: dict[str, Make] = {
+    "GSGD": lambda m, a: gspace.GSGD(m, 0.01, 0.9, analysis=a),
+    "GSGD, clipped": lambda m, a: gspace.GSGD(m, 0.01, 0.9, max_path_grad_norm=1.0, analysis=a),
+    "InGSpace(AdamW)": lambda m, a: gspace.InGSpace(m, torch.optim.AdamW, lr=1e-3, analysis=a),
+}
+PAIRS: dict[str, tuple[Make, Make]] = {
+    "GSGD": (lambda m, a: torch.optim.SGD(m.parameters(), 0.01, 0.9), COUNTED["GSGD"]),
+    "InGSpace(AdamW)": (lambda m, a: torch.optim.AdamW(m.parameters(), 1e-3), COUNTED["InGSpace(AdamW)"]),
+}
+
+
+class Collectives(TorchDispatchMode):
+    """The collectives of a block: their names, and the bytes that this process gives or takes, whichever is more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and ("gather" in name or "reduce" in name):
+            self.names.append(name.strip("_"))
+            self.bytes += max(_bytes(part) for part in (*args, out))
+        return out
+
+
+def _bytes(part: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves(part) if isinstance(t, Tensor))
+
+
+def mlp(widths: tuple[int, ...]) -> tuple[nn.Module, gspace.Analysis]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())][:-1])
+    return model, gspace.analyze(model)
+
+
+def shard(model: nn.Module) -> nn.Module:
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def counted(network: str, optimizer: str) -> dict[str, Any]:
+    """Collectives and bytes of a first step, of a later one, and of FSDP2's own work in an iteration."""
+    model, analysis = mlp(WIDTHS[network])
+    made = COUNTED[optimizer](shard(model), analysis)
+    found = []
+    for _ in range(2):
+        with Collectives() as passes:
+            model(torch.randn(8, WIDTHS[network][0])).square().mean().backward()
+        with Collectives() as step:
+            made.step()
+        found.append((step, passes))
+    (first, _), (later, passes) = found
+    row = {"network": network, "optimizer": optimizer, "m": analysis.m, "H": analysis.H}
+    for key, seen in (("first", first), ("step", later), ("passes", passes)):
+        row |= {key: dict(sorted(Counter(seen.names).items())), f"{key}_bytes": seen.bytes}
+    return row
+
+
+def timed(way: str) -> list[dict[str, Any]]:
+    """Median seconds of an iteration, with the optimizer and with the one that it stands beside."""
+    rows = []
+    for name, pair in PAIRS.items():
+        runs = []
+        for make in pair:
+            model, analysis = mlp(TIMED)
+            inner = shard(model) if way == "FSDP2" else model
+            parallel = DistributedDataParallel(model) if way == "DDP" and dist.get_world_size() > 1 else inner
+            runs.append((parallel, make(model, analysis)))
+        x, y = torch.randn(BATCH, TIMED[0]), torch.randint(TIMED[-1], (BATCH,))
+        seconds: list[list[float]] = [[], []]
+        for turn in range(ROUNDS + 1):
+            for k, (model, optimizer) in enumerate(runs):
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(STEPS):
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                if turn:  # the first chooses skeletons and compiles
+                    seconds[k].append((time.perf_counter() - start) / STEPS)
+        ratios = [b / a for a, b in zip(*seconds, strict=True)]
+        rows.append({"way": way, "optimizer": name, "plain_s": seconds[0], "s": seconds[1], "ratio": ratios})
+    return rows
+
+
+def _rank(rank: int, size: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    counts = [{"ranks": size, **counted(network, name)} for network in WIDTHS for name in COUNTED]
+    times = [{"ranks": size, **row} for way in ("DDP", "FSDP2") for row in timed(way)]
+    if rank == 0:
+        Path(folder, f"{size}.json").write_text(json.dumps({"counts": counts, "times": times}), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def record() -> dict[str, Any]:
+    found: dict[str, list[Any]] = {"counts": [], "times": []}
+    with TemporaryDirectory() as folder:
+        for size in SIZES:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            mp.spawn(_rank, (size, port, folder), nprocs=size)
+            for key, rows in json.loads(Path(folder, f"{size}.json").read_text(encoding="utf-8")).items():
+                found[key] += rows
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+    settings = {"widths": TIMED, "batch": BATCH, "steps": STEPS, "rounds": ROUNDS, "dtype": "float32"}
+    return {"command": "python benchmarks/ranks.py", **machine, **settings, **found}
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def _said(names: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in names.items())
+
+
+def counts_table(found: dict[str, Any]) -> list[str]:
+    lines = ["| network | m | H | ranks | optimizer | a step | bytes | / 4H | FSDP2's passes, bytes | the first step |"]
+    lines.append("|---|---:|---:|---:|---|---|---:|---:|---:|---|")
+    for row in found["counts"]:
+        if row["network"] == "narrow" or row["optimizer"] == "GSGD":
+            cells = [row["network"], f"{row['m']:,}", row["H"], row["ranks"], row["optimizer"], _said(row["step"])]
+            cells += [f"{row['step_bytes']:,}", f"{row['step_bytes'] / 4 / row['H']:.2f}", f"{row['passes_bytes']:,}"]
+            cells.append(f"{_said(row['first'])}, {row['first_bytes']:,} bytes")
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def times_table(found: dict[str, Any]) -> list[str]:
+    lines = ["| ranks | way | optimizer | over the plain one | samples/s of one process |", "|---:|---|---|---:|---:|"]
+    alone = {(row["way"], row["optimizer"]): median(row["s"]) for row in found["times"] if row["ranks"] == 1}
+    for row in found["times"]:
+        ratios = sorted(row["ratio"])
+        faster = row["ranks"] * alone["DDP", row["optimizer"]] / median(row["s"])
+        over = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        way = "one process" if (row["ranks"], row["way"]) == (1, "DDP") else row["way"]
+        lines.append(f"| {row['ranks']} | {way} | {row['optimizer']} | {over} | {faster:.2f} |")
+    return lines
+
+
+def page(text: str, found: dict[str, Any]) -> str:
+    """The page with its tables written anew."""
+    for name, lines in (("counts", counts_table(found)), ("times", times_table(found))):
+        block = f"<!-- ranks: {name} -->\n" + "\n".join(lines) + "\n<!-- end -->"
+        text = re.sub(rf"<!-- ranks: {name} -->\n.*?<!-- end -->", lambda _, b=block: b, text, flags=re.DOTALL)
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="measure, and write the record there")
+    parser.add_argument("--table", type=Path, help="write the tables of this page from results/ranks.json")
+    args = parser.parse_args()
+    if args.out:
+        args.out.write_text(json.dumps(record(), indent=1) + "\n", encoding="utf-8")
+    if args.table:
+        found = json.loads((Path(__file__).parents[1] / "results" / "ranks.json").read_text(encoding="utf-8"))
+        args.table.write_text(page(args.table.read_text(encoding="utf-8"), found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What an optimizer in G-space derives from its state and its parameters, and keeps as long as those are there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspace.optim import choice, shards
+from gspace.optim.choice import KEY, Chosen
+from gspace.optim.step import Plan, layers_of, plan
+
+Groups = Sequence[dict[str, Any]]
+_LOOKS = attrgetter("requires_grad", "device", "dtype")
+
+
+@dataclass(eq=False)
+class Built:
+    """What a step works with, and what it was built from.
+
+    Attributes:
+        chosen: The skeleton and its references.
+        plan: The same for a step.
+        weights, groups: The parameters of the plan's layers, and the number of their group.
+        outside: The other parameters of each group.
+        unit_group: Group of in(r) of each root r, `(H + 1,)`.
+        last: R of the roots in the last step, bounded and not.
+        dtype: Of unit vectors.
+        listed, sizes, looks, strides: All parameters, how many each group has, how they look and lie in memory.
+        tables: Their part of the skeleton in the state.
+    """
+
+    chosen: Chosen
+    plan: Plan
+    weights: list[Tensor]
+    groups: list[int]
+    outside: list[list[Tensor]]
+    unit_group: Tensor
+    last: tuple[Tensor, Tensor]
+    dtype: torch.dtype
+    listed: list[Tensor]
+    sizes: list[int]
+    looks: list[Any]
+    strides: list[tuple[int, ...]]
+    tables: dict[Tensor, Tensor]
+
+    def holds(self, groups: Groups, state: Any) -> bool:
+        """Whether it was built from just this."""
+        listed = [p for group in groups for p in group["params"]]
+        return (
+            [len(group["params"]) for group in groups] == self.sizes
+            and all(map(is_, listed, self.listed))
+            and list(map(_LOOKS, listed)) == self.looks
+            and list(map(Tensor.stride, listed)) == self.strides
+            and all(p in state and state[p].get(KEY) is table for p, table in self.tables.items())
+        )
+
+
+def build(
+    chosen: Chosen, named: Mapping[str, Tensor], absorbed: Mapping[str, Tensor], groups: Groups, state: Any
+) -> Built:
+    """For parameters by name, and the rows of theirs that a norm absorbs (`exact.py`)."""
+    group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+    mine = {name: mask for name, mask in absorbed.items() if named[name].requires_grad and id(named[name]) in group_of}
+    layers = layers_of(chosen.skeleton, named, mine)
+    weights = [named[layer.edges.name] for layer in layers]
+    dtype = torch.float64 if any(w.dtype == torch.float64 for w in weights) else torch.float32
+    planned = plan(chosen.skeleton, shards.divided(layers, named), chosen.references, shards.reduce_of(named, dtype))
+    of_weights = [group_of[id(w)] for w in weights]
+    unit_group = torch.zeros_like(planned.root)
+    for layer, g in zip(layers, of_weights, strict=True):
+        unit_group[layer.root] = g
+    inside = {id(w) for w in weights}
+    outside = [[p for p in group["params"] if id(p) not in inside] for group in groups]
+    ratio, raw = torch.ones(2, chosen.skeleton.H + 1, dtype=dtype, device=planned.root.device).unbind()
+    listed = [p for group in groups for p in group["params"]]
+    return Built(
+        chosen,
+        planned,
+        weights,
+        of_weights,
+        outside,
+        unit_group,
+        (ratio, raw),
+        dtype,
+        listed,
+        [len(group["params"]) for group in groups],
+        list(map(_LOOKS, listed)),
+        list(map(Tensor.stride, listed)),
+        {p: table for p in listed if (table := choice.kept(state, p)) is not None},
+    )
