@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/test_step.py", "tests/test_invariance.py", "tests/test_kernels.py")
+TESTS = ("step", "shown", "shards", "invariance", "kernels")  # quick ones first
 
 # name: file, right, wrong
 MUTATIONS: dict[str, tuple[str, str, str]] = {
@@ -67,8 +67,24 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "InGSpace: state of another parameter": (
         "optim/inner.py",
         "self.state[p].update(inner.state[v])",
-        "self.state[pairs[0][0]].update(inner.state[v])",
+        "self.state[made.pairs[0][0]].update(inner.state[v])",
     ),
+    "C: shown values given back from elsewhere": (
+        "optim/fast/kernels.c",
+        "(v[j] - w[j] * (v_r * v_c[j]))",
+        "(v[j] - w[j] * v_c[j])",
+    ),
+    "C: a skeleton path is shown without gradient": (
+        "optim/fast/kernels.c",
+        "= p->root_grad[root[ROOT_UNIT]];",
+        "= 0;",
+    ),
+    "Triton: shown values of skeleton entries": (
+        "optim/fast/kernels.py",
+        "tl.where(by_row | by_column, 0.0, v)",
+        "tl.where(by_row, 0.0, v)",
+    ),
+    "sums of parts are not added up": ("optim/step.py", "plan.reduce(torch.cat(", "alone(torch.cat("),
     "Triton: sign": ("optim/fast/kernels.py", "moved = w - d * ((lr * i_r)", "moved = w + d * ((lr * i_r)"),
 }
 
@@ -97,7 +113,7 @@ def caught(name: str) -> list[str]:
             "--tb=no",
             "-p",
             "no:cacheprovider",
-            *TESTS,
+            *(f"tests/test_{name}.py" for name in TESTS),
         ]
         environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{folder}/tests"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -93,8 +93,8 @@ def rounded(model: nn.Module, bits: int, *, channels: bool) -> nn.Module:
 
 def on_grid(w: Tensor, bits: int, *, channels: bool) -> Tensor:
     """
-    >>> on_grid(torch.tensor([[0.1, -1.0], [3.0, 6.0]]), 3, channels=False).tolist()
-    [[0.0, 0.0], [4.0, 6.0]]
+    >>> on_grid(torch.tensor([[0.1, -2.0], [3.0, 6.0]]), 3, channels=False).tolist()
+    [[0.0, -2.0], [4.0, 6.0]]
     >>> on_grid(torch.tensor([[0.1, -0.75], [3.0, 6.0]]), 3, channels=True).tolist()
     [[0.0, -0.75], [4.0, 6.0]]
     """

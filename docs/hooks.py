@@ -58,6 +58,8 @@ REFERENCE = {
     ),
 }
 
+STORY = "::: {}\n    options: {{members: false, show_root_heading: false}}"  # what a module says of itself
+
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that docs/ does not hold."""
@@ -65,7 +67,8 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, uri, abs_src_path=str(path)))
     check(griffe.load("gspace", search_paths=[ROOT / "src"]))
     for name, (title, module, names) in REFERENCE.items():
-        body = "\n\n".join(f"::: {module}.{listed}" for listed in names.split())
+        told = [STORY.format(module)] if module != "gspace" else []
+        body = "\n\n".join([*told, *(f"::: {module}.{listed}" for listed in names.split())])
         files.append(File.generated(config, f"reference/{name}.md", content=f"# {title}\n\n{body}\n"))
     return files
 

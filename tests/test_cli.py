@@ -241,8 +241,8 @@ BAD = {
     "factory that fails": (["analyze", "model.py:unfinished"], "RuntimeError: first line second line"),
     "not callable": (["analyze", "model.py:number"], "is a int and builds no model"),
     "not a model": (["analyze", "builtins:dict(a=1)"], "gives a dict, not a torch.nn.Module"),
-    "letters in the shape": (["analyze", MLP, "--input-shape", "2,five"], "is not a shape"),
-    "negative shape": (["analyze", MLP, "--input-shape", "2,-5"], "is not a shape"),
+    "letters in the shape": (["analyze", MLP, "--input-shape", "2,five"], "is no shape"),
+    "negative shape": (["analyze", MLP, "--input-shape", "2,-5"], "is no shape"),
     "wrong shape": (["analyze", MLP, "--input-shape", "2,6"], "does not accept"),
     "batch too small": (
         ["analyze", "model.py:Noisy", "--input-shape", "1,6"],
@@ -255,7 +255,7 @@ BAD = {
     "refused input": (["analyze", "model.py:Branching", "--input-shape", "2,4"], "does not accept this example_input"),
     "unknown pin": (["analyze", MLP, "--pin", "absent"], "absent"),
     "unknown choice": (["analyze", MLP, "--residual", "cut"], "invalid choice: 'cut'"),
-    "negative seed": (["analyze", MLP, "--seed", "-1"], "is not a seed"),
+    "negative seed": (["analyze", MLP, "--seed", "-1"], "is no seed"),
     "unknown option": (["analyze", MLP, "--absent"], "unrecognized arguments: --absent"),
     "unknown command": (["absent"], "invalid choice: 'absent'"),
     "no command": ([], "COMMAND"),
@@ -359,7 +359,7 @@ def test_a_queue_beside_a_recipe_is_refused(tmp_path: Path, capsys: pytest.Captu
 def test_minutes_are_a_number(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["train", "--minutes", minutes])
-    assert "not a positive number" in capsys.readouterr().err
+    assert "no positive number" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_read_enough_is_no_error(

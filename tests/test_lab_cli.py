@@ -158,7 +158,7 @@ def test_reproduce_runs_reports_and_then_repeats_its_bytes(tmp_path: Path, capsy
     assert [path.suffix for path in written] == [".md", ".html", ".png", ".svg"]
     text = written[0].read_text()
     assert "digits in place of CIFAR-10" in text
-    assert "quick: reduced sizes" in text
+    assert "quick: small networks on the digits" in text
     assert "`gspace reproduce table-1 --quick`" in text
     contents = [path.read_bytes() for path in written]
     checkpoints = {path: path.stat().st_mtime_ns for path in tmp_path.rglob(CHECKPOINT)}
@@ -369,8 +369,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     "unknown device": (nothing, [*TINY, "--device", "abacus"], 5, "try cpu, cuda or auto"),
     "corrupted checkpoint": (corrupted_checkpoint, [*TINY, "--out", ROOT], 4, "is damaged (SHA-256 differs)"),
     "curve behind its checkpoint": (curve_without_points, [*TINY, "--out", ROOT], 4, "metrics.jsonl has no point at"),
-    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of seeds"),
-    "bad minutes": (nothing, [*TINY, "--minutes", "-1"], 2, "is not a positive number"),
+    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of at most 10,000 seeds"),
+    "bad minutes": (nothing, [*TINY, "--minutes", "-1"], 2, "is no positive number"),
     "queue that is none": (recipe_file("3"), ["train", "--queue", f"{ROOT}/recipe.json"], 2, "is no list of recipes"),
     "report on nothing": (nothing, ["report", ROOT], 4, "no runs below"),
     "report on an absent folder": (nothing, ["report", f"{ROOT}/absent"], 4, "does not exist"),
@@ -460,7 +460,7 @@ def test_the_end_of_the_minutes_is_said_with_the_way_on(tmp_path: Path, capsys: 
 
 @pytest.mark.slow
 def test_an_interrupted_command_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "gspace", "train", "--iterations", "3000", "--hidden", "4", "--eval-every", "100"]
+    command = [sys.executable, "-m", "gspace", "train", "--iterations", "20000", "--hidden", "4", "--eval-every", "100"]
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path), "--json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)},
@@ -474,7 +474,7 @@ def test_an_interrupted_command_continues(tmp_path: Path, capsys: pytest.Capture
     assert "stopped by SIGTERM at iteration" in err
     assert main(*command[3:], "--out", tmp_path, "--json") == 0
     (ended,) = json.loads(capsys.readouterr().out)
-    assert ended["summary"]["iteration"] == 3000
+    assert ended["summary"]["iteration"] == 20_000
 
 
 # What a person sees

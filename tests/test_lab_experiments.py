@@ -21,12 +21,10 @@ from gspace.lab.stacked import stackable
 from gspace.lab.sweep import batches, read_queue
 from gspace.lab.transform import feed
 
-ABSENT = frozenset({"mnist", "fashion_mnist", "cifar10", "cifar100"})
 VARIANTS = {
     "full": Variant(),
     "an eighth": Variant(length=Fraction(1, 8)),
     "quick": Variant(quick=True),
-    "quick, no data": Variant(quick=True, absent=ABSENT),
 }
 EVERY = pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
 
@@ -296,7 +294,7 @@ def test_a_shorter_schedule_keeps_its_shape() -> None:
 
 @EVERY
 def test_a_stand_in_says_so(experiment: Experiment) -> None:
-    for cell in Variant(quick=True, absent=ABSENT).cells(experiment, decided):
+    for cell in Variant(quick=True).cells(experiment, decided):
         assert "digits in place of" in cell.line
         assert {recipe.data for recipe in cell.recipes} == {"digits"}
     assert data_label(stand_in(cifar("plain-34", "cifar10"))) == "digits in place of CIFAR-10"
@@ -305,7 +303,7 @@ def test_a_stand_in_says_so(experiment: Experiment) -> None:
 @EVERY
 def test_quick_recipes_are_accepted_by_network_and_optimizer(experiment: Experiment) -> None:
     data = load("digits")
-    recipes = {r.but(seed=0) for r in jobs(Variant(quick=True, absent=ABSENT).cells(experiment, decided))}
+    recipes = {r.but(seed=0) for r in jobs(Variant(quick=True).cells(experiment, decided))}
     seen = set()
     for recipe in recipes:
         kind = schedule(recipe).but(lr=0.0), recipe.optimizer, recipe.init, recipe.max_drift, recipe.batch_norm

@@ -186,7 +186,7 @@ def test_the_gap_to_sgd_is_drawn_seed_by_seed() -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The MLPs of `signs --quick`, for an epoch of the digits, and one run of no experiment."""
     out = tmp_path_factory.mktemp("runs")
-    cells = Variant(quick=True, absent=frozenset({"fashion_mnist"})).cells(EXPERIMENTS["signs"], lambda recipe: None)
+    cells = Variant(quick=True).cells(EXPERIMENTS["signs"], lambda recipe: None)
     recipes = [r for c in cells for r in c.recipes if r.model == "mlp" and r.hidden == (8, 8)]
     for init in ("skeleton", "skeleton-random-signs"):
         train_many([r for r in recipes if r.init == init], out)
@@ -198,16 +198,16 @@ def test_the_same_records_give_the_same_bytes_and_say_what_they_stand_on(runs: P
     assert cli.main(["report", str(runs), "--out", str(tmp_path / "a")]) == 0
     assert cli.main(["report", str(runs), "--out", str(tmp_path / "b")]) == 0
     files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
-    names = ["signs-quick-stand-in.png", "signs-quick-stand-in.svg"]
+    names = ["signs-quick.png", "signs-quick.svg"]
     assert [str(path) for path in files] == [*(f"figures/{name}" for name in names), "report.html", "report.md"]
     for path in files:
         assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
     text = (tmp_path / "a" / "report.md").read_text()
     for said in (
-        "signs: Sec. 11.2 of the paper (quick: reduced sizes, digits in place of absent data)",
+        "signs: Sec. 11.2 of the paper (quick: small networks on the digits)",
         "digits in place of Fashion-MNIST",
         "`gspace reproduce signs --quick`",
-        "figures/signs-quick-stand-in.svg",
+        "figures/signs-quick.svg",
         "lr 0.0123",  # the run of no experiment
         "gspace reproduce table-1",  # missing, with its cost
         "on one NVIDIA H200",
@@ -558,13 +558,3 @@ def test_a_curve_has_the_points_that_all_its_runs_have() -> None:
 
 def test_outcome_of_nothing_has_no_mean() -> None:
     assert Outcome({}).mean is None
-
-
-def test_sets_that_were_absent_for_one_experiment_do_not_split_another() -> None:
-    signs = Variant(quick=True, absent=frozenset({"cifar10"})).cells(EXPERIMENTS["signs"], lambda recipe: None)
-    elsewhere = Variant(quick=True, absent=frozenset({"fashion_mnist"}))
-    other = elsewhere.cells(EXPERIMENTS["mlp-invariance"], lambda recipe: None)[0].recipes[:1]
-    runs = [recipe for cell in signs for recipe in cell.recipes]
-    document = assemble([record(r, 0.1) for r in (*runs, *other)], [EXPERIMENTS["signs"]], "gspace report")
-    (only,) = document.sections
-    assert "–" not in str([table.rows for table in only.tables])

@@ -421,54 +421,6 @@ def test_the_curves_of_a_stack_are_safe_before_its_checkpoint(tmp_path: Path, mo
     assert events[-4:] == ["sync 1", "sync 2", "sync 0", "save 0"]
 
 
-# Forks before torch has any thread, so that twenty starts cost no twenty imports. Half of the kills come soon after the
-# start, half soon after some progress. Arguments: the run folders' parent, the recipe.
-KILLED = """
-import json, os, random, signal, sys, time
-from pathlib import Path
-import sklearn.datasets, torch
-from gspace.lab.engine import Engine
-from gspace.lab.recipe import Recipe
-from gspace.lab.record import read_run
-from gspace.lab.train import train
-
-torch.set_num_threads(1)
-out, recipe = Path(sys.argv[1]), Recipe.from_dict(json.loads(sys.argv[2]))
-folder = out / recipe.folder
-points = lambda: len(read_run(folder).metrics) if (folder / "recipe.json").exists() else 0  # readable at any moment
-random.seed(0)
-reached = set()
-for kill in range(20):
-    before = points()
-    child = os.fork()
-    if child == 0:
-        train(recipe, out, engine=Engine(checkpoint_seconds=0.02))
-        os._exit(0)
-    while kill % 2 and points() <= before:
-        time.sleep(0.002)
-    time.sleep(random.uniform(0, 0.15))
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if not os.WIFSIGNALED(status):
-        sys.exit("finished before the twentieth kill: make the run longer")
-    reached.add(points())
-print(len(reached))
-"""
-
-
-@pytest.mark.slow
-def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
-    recipe = Recipe(iterations=12_000, batch_size=32, hidden=(16,), eval_every=100, momentum=0.9, lr=0.01, test_size=50)
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "a"), json.dumps(recipe.to_dict())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 9  # they came at different stages of the run
-    train(recipe, tmp_path / "a")
-    train(recipe, tmp_path / "b")
-    assert_equal_runs(tmp_path / "a", tmp_path / "b", recipe)
-    assert len(read_run(tmp_path / "a" / recipe.folder).sessions) > 10
-
-
 # --- signals, queues, several processes -------------------------------------------------------------------------------
 
 LONG = Recipe(iterations=10_000_000, batch_size=32, hidden=(16,), eval_every=50, test_size=50, train_size=320)

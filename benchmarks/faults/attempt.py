@@ -127,7 +127,13 @@ def command(arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def damaged(content: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """One flipped bit, a cut, a hole of zeros, a part twice, or nothing left."""
+    """Other bytes than these: one bit flipped, a cut, a hole of zeros, a part twice, or nothing left."""
+    while (drawn := _damaged(content, rng))[1] == content:
+        pass
+    return drawn
+
+
+def _damaged(content: bytes, rng: random.Random) -> tuple[str, bytes]:
     kind = rng.choice(["flip"] * 6 + ["cut"] * 3 + ["zeros", "twice", "empty"])
     at = rng.randrange(len(content))
     if kind == "flip":

@@ -2,7 +2,8 @@
 
    Preloaded in front of libc. `faults_arm(folder, n, mode, last)` starts to count; the n-th operation below `folder`
    fails with ENOSPC or EIO, or the process is killed before it, in the middle of it (half of a write) or behind it.
-   Where the process lives on, it is killed before operation number `last`, if that is not 0.
+   A disk that is full stays so: every later write fails too. Where the process lives on, it is killed before operation
+   number `last`, if that is not 0.
    An operation that makes, names, writes, reads or syncs a file counts; closing one does not. */
 
 #define _GNU_SOURCE
@@ -40,10 +41,12 @@ static void die(void) { kill(getpid(), SIGKILL); }
 static int fault(int counts, int writes) {
     if (!counts) return 0;
     if (++counted == last) die();
+    errno = ENOSPC;
+    if (mode == FAIL_ENOSPC && writes && wanted && counted > wanted) return 1;
     if (counted != wanted) return 0;
     if (mode == KILL_BEFORE || (mode == KILL_INSIDE && !writes)) die();
     if (mode > FAIL_EIO) return 0;
-    errno = mode == FAIL_EIO ? EIO : ENOSPC;
+    if (mode == FAIL_EIO) errno = EIO;
     return 1;
 }
 static int now(int counts) { return counts && counted == wanted; }

@@ -79,12 +79,19 @@ Rate = float | Tensor
 Maker = Callable[[nn.Module, Rate, float, Tensor], Any]  # model, rate, momentum, a batch
 
 
+def _adam(lr: Rate) -> dict[str, bool]:
+    """Fused; in a CUDA graph with its count of steps on the device."""
+    return {"fused": True, "capturable": isinstance(lr, Tensor)}
+
+
 OPTIMIZERS: Mapping[str, Maker] = {
     "SGD fused": lambda model, lr, mu, _: torch.optim.SGD(model.parameters(), lr, momentum=mu, fused=True),
     "SGD foreach": lambda model, lr, mu, _: torch.optim.SGD(model.parameters(), lr, momentum=mu, foreach=True),
     "GSGD fused": lambda model, lr, mu, _: gspace.GSGD(model, lr, momentum=mu, fused=True),
     "GSGD definition": lambda model, lr, mu, _: gspace.GSGD(model, lr, momentum=mu, foreach=False),
-    "InGSpace(SGD)": lambda model, lr, mu, _: gspace.InGSpace(model, torch.optim.SGD, lr=lr, momentum=mu),
+    "InGSpace(SGD)": lambda model, lr, mu, _: gspace.InGSpace(model, torch.optim.SGD, lr=lr, momentum=mu, fused=True),
+    "AdamW fused": lambda model, lr, mu, _: torch.optim.AdamW(model.parameters(), lr, **_adam(lr)),
+    "InGSpace(AdamW)": lambda model, lr, mu, _: gspace.InGSpace(model, torch.optim.AdamW, lr=lr, **_adam(lr)),
     "PathSGD": lambda model, lr, mu, x: PathSGD(model, lr, momentum=mu, example_input=x),
 }
 FUSED, FOREACH, OURS = "SGD fused", "SGD foreach", "GSGD fused"

@@ -31,6 +31,9 @@ class Setting:
     optimizers: Sequence[str] = tuple(OPTIMIZERS)
 
 
+ADAM = ("AdamW fused", "InGSpace(AdamW)")
+
+
 def time_iteration(
     setting: Setting, name: str, mode: str, precision: str, momentum: float, optimizers: list[str], baseline: str
 ) -> list[Time]:
@@ -98,14 +101,15 @@ def iterations(setting: Setting) -> Iterator[list[Time]]:
     for name, mode in itertools.product(setting.networks, setting.modes):
         if NETWORKS[name].gpu_only and not on_gpu:
             continue
-        others = ["InGSpace(SGD)"] + (["PathSGD"] if name not in ("resnet-50", "mlp-100M") else [])
-        others = [other for other in others if other in setting.optimizers]
+        others = [FUSED, "InGSpace(SGD)"] + (["PathSGD"] if name not in ("resnet-50", "mlp-100M") else [])
+        pairs = [[other for other in group if other in setting.optimizers] for group in (others, ADAM)]
         for precision, momentum in itertools.product(("bf16", "tf32") if on_gpu else ("float32",), (0.0, 0.9)):
             fair = [FUSED, FOREACH] if "graph" not in mode else [FUSED]  # torch's foreach needs a rate on the host
             common = (setting, name, mode, precision, momentum)
             yield time_iteration(*common, [*fair, OURS], fair[-1])
-            if others:
-                yield time_iteration(*common, [fair[-1], *others], fair[-1])
+            for group in pairs if momentum == 0 else pairs[:1]:
+                if len(group) > 1:
+                    yield time_iteration(*common, group, group[0])
 
 
 def steps(setting: Setting) -> Iterator[list[Time]]:

@@ -46,6 +46,7 @@ class Follow(Run):
         untrained: Nodes that embeddings write whose row of padding is never trained.
         norms: BatchNorms, in the order of the run.
         statistics: Running statistics by storage: nodes and power of their scale.
+        powers: By storage, the power of what its nodes stand for, if nobody has asked for it yet.
         positions: First and last use of the parameters, in the order of the run.
         branches: How many branches depended on chance.
         passed: What nodes went through, by the names of `PASSES`.
@@ -63,6 +64,7 @@ class Follow(Run):
         self.untrained: list[Tensor] = []
         self.norms: dict[tuple[int, ...], Norm] = {}
         self.statistics: dict[int, tuple[Tensor, int]] = {}
+        self.powers: dict[int, int] = {}
         self.positions: dict[tuple[int, int], tuple[int, int]] = {}
         self.passed: dict[str, list[Tensor]] = {}
         self.position = self.branches = 0
@@ -85,6 +87,10 @@ class Follow(Run):
         if not isinstance(t, Tensor):
             return torch.tensor(ANY if t == 0 or abs(t) == math.inf else GROUND)
         shadow = self.memory.shadows.get(key_of(t))
+        power = self.powers.pop(key_of(t), 1)
+        if shadow is not None and power != 1:
+            squares = self.equations.sum(power, self.memory.nodes(shadow.content), 1, torch.tensor(GROUND))
+            shadow = self.memory.shadows[key_of(t)] = shadow._replace(content=squares)
         if shadow is None:
             literal = t.dim() == 0 and t.is_floating_point() and not (t.is_meta or self.depends_on_data(t))
             zero = literal and bool((t == 0) | t.isinf())

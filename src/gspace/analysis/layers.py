@@ -150,11 +150,10 @@ def batch_norm(s: Follow, c: Call) -> list[Nodes]:
         _biased(s, written, c["bias"])
     s.norms[key] = Norm(absorbed, written, gain is not None)
     for t, power in statistics:
-        nodes = absorbed if power == 1 else s.equations.sum(power, absorbed, 1, ZERO)
-        if key_of(t) in s.statistics:
-            s.equations.tie(s.statistics[key_of(t)][0], absorbed)
-        s.statistics.setdefault(key_of(t), (absorbed, power))
-        s.memory.write(t, nodes)
+        known, _ = s.statistics.setdefault(key_of(t), (absorbed, power))
+        s.equations.tie(known, absorbed)
+        s.memory.write(t, absorbed)
+        s.powers[key_of(t)] = power
     return [_channels(written, x.dim()), None, None, None, None]
 
 

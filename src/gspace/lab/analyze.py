@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gspace
 from gspace.analysis.examples import redrawn
+from gspace.lab.cli import argument
 from gspace.lab.display import steps
 from gspace.lab.spec import FORM, load_model, parse_spec
 from gspace.lab.verify import MODES, TOLERANCE, Shape, guess, largest_changes, random_inputs
@@ -96,20 +97,14 @@ def _sentence(units: int, changes: dict[str, float], exact: bool) -> str:
     return f"{verdict}: {units} units scaled by e^N(0,1); largest relative change of the output in float64: {found}"
 
 
-def _shape(text: str) -> Shape:
-    sizes, _, below = text.partition(":")
-    try:
-        shape = Shape(tuple(int(size) for size in sizes.split(",")), int(below) if ":" in text else 0)
-    except ValueError:
-        shape = Shape(())
-    if not shape.sizes or min(shape.sizes) < 1 or shape.below < (":" in text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a shape, write positive sizes as in 2,3,32,32, or 2,16:1000 for integers below 1000"
-        )
-    return shape
+def _read_shape(text: str) -> Shape:
+    sizes, colon, below = text.partition(":")
+    return Shape(tuple(map(int, sizes.split(","))), int(below) or -1 if colon else 0)
 
 
-def seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a seed, write an integer from 0 to 2^63 - 1")
-    return int(text)
+_shape = argument(
+    _read_shape,
+    lambda shape: min(shape.sizes) >= 1 and shape.below >= 0,
+    "shape: write positive sizes as in 2,3,32,32, or 2,16:1000 for integers below 1000",
+)
+seed = argument(int, lambda value: 0 <= value < 2**63, "seed: write an integer from 0 to 2^63 - 1")

@@ -143,21 +143,18 @@ class Variant:
     """How much of an experiment is run, and on what.
 
     Attributes:
-        quick: Reduced sizes, minutes on a CPU.
+        quick: Small networks on the digits, minutes on a CPU.
         length: Fraction of the full schedule.
-        absent: Data sets that the digits stand in for.
     """
 
     quick: bool = False
     length: Fraction = Fraction(1)
-    absent: frozenset[str] = frozenset()
 
     @property
     def label(self) -> str:
         """Empty for the experiment as the paper has it."""
         shorter = "" if self.length == 1 else f"{self.length} of the schedule"
-        stands = "digits in place of absent data" if self.absent else ""
-        return ", ".join(filter(None, ("quick: reduced sizes" if self.quick else "", shorter, stands)))
+        return "quick: small networks on the digits" if self.quick else shorter
 
     @property
     def flags(self) -> str:
@@ -165,7 +162,7 @@ class Variant:
         return (" --quick" if self.quick else "") + ("" if self.length == 1 else f" --length {self.length}")
 
     def apply(self, recipe: Recipe) -> Recipe:
-        return stand_in(shorten(recipe, self.length)) if recipe.data in self.absent else shorten(recipe, self.length)
+        return stand_in(recipe) if self.quick else shorten(recipe, self.length)
 
     def cells(self, experiment: Experiment, scores: Scores) -> list[Cell]:
         """The experiment's cells at this size, as far as the scores decide them."""
@@ -196,9 +193,7 @@ def shorten(recipe: Recipe, length: Fraction) -> Recipe:
 def stand_in(recipe: Recipe) -> Recipe:
     """The same on the digits, and saying so. Digits must not be mirrored, and are too small to be pooled."""
     small = {"augment": "none", "inputs": "standard" if recipe.inputs == "pooled" else recipe.inputs}
-    held = min(recipe.validation, 300)
-    sizes = {"train_size": None, "test_size": None, "validation": held}
-    return recipe.but(data="digits", stands_for=recipe.data, **small, **sizes)
+    return recipe.but(data="digits", stands_for=recipe.data, validation=min(recipe.validation, 300), **small)
 
 
 def data_label(recipe: Recipe) -> str:

@@ -10,13 +10,16 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import gspace
 from gspace.lab.errors import LabError
 from gspace.lab.spec import one_line
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"gspace: error: {message} (see {self.prog} --help)\n")
+
+
+def argument(read: Callable[[str], T], fits: Callable[[T], bool], what: str) -> Callable[[str], T]:
+    """The type of an option: its text as `read` reads it, refused if that raises or the value does not fit."""
+
+    def parse(text: str) -> T:
+        with suppress(ValueError):
+            value = read(text)
+            if fits(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+
+    return parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:

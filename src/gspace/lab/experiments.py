@@ -132,7 +132,7 @@ def mlp_invariance(quick: bool, scores: Scores) -> Iterator[Cell]:
     "The paper does not say for how long: 50 epochs here. The rate is chosen on held-out training images.",
 )
 def path_sgd(quick: bool, scores: Scores) -> Iterator[Cell]:
-    base = PATHS.but(epochs=2.0, train_size=6400, test_size=2000, quick=True) if quick else PATHS
+    base = PATHS.but(epochs=2.0, quick=True) if quick else PATHS
     rates = [10.0**-alpha for alpha in (range(4) if quick else range(11))]
     held = 2000 if quick else 5000
     for data in ("mnist",) if quick else ("mnist", "cifar10"):

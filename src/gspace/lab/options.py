@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
+from gspace.lab.cli import argument
 from gspace.lab.data import load
 from gspace.lab.display import display
 from gspace.lab.engine import Engine
@@ -177,39 +178,22 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 
 
-def numbers(text: str) -> list[int]:
-    """Seeds: `0,1,2` or `0-2`."""
-    try:
-        parts = [[int(end) for end in part.split("-")] for part in text.split(",")]
-    except ValueError:
-        parts = []
-    ranges = [range(ends[0], ends[-1] + 1) for ends in parts if len(ends) <= 2]
-    if not ranges or len(ranges) != len(parts) or not all(ranges):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of seeds: write 0,1,2 or 0-2")
-    if sum(some.stop - some.start for some in ranges) > MOST_SEEDS:
-        raise argparse.ArgumentTypeError(f"{text!r} are more than {MOST_SEEDS:,} seeds")
-    return [seed for some in ranges for seed in some]
+def _range(text: str) -> range:
+    first, *last = map(int, text.split("-", 1))
+    return range(first, (last or [first])[0] + 1)
 
 
-def _slice(text: str) -> tuple[int, int]:
-    k, slash, n = text.partition("/")
-    if not (slash and k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no slice: write 1/4, 2/4, 3/4 or 4/4 for a quarter")
-    return int(k), int(n)
+def _seeds(text: str) -> list[int]:
+    ranges = list(map(_range, text.split(",")))
+    few = all(ranges) and sum(some.stop - some.start for some in ranges) <= MOST_SEEDS
+    return [seed for some in ranges for seed in some] if few else []
 
 
-def _count(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return value
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
+numbers = argument(_seeds, bool, f"list of at most {MOST_SEEDS:,} seeds: write 0,1,2 or 0-2")
+_slice = argument(
+    lambda text: tuple(map(int, text.split("/"))),
+    lambda part: len(part) == 2 and 1 <= part[0] <= part[1],
+    "slice: write 1/4, 2/4, 3/4 or 4/4 for a quarter",
+)
+_count = argument(int, lambda value: value >= 1, "whole number from 1 on")
+_positive = argument(float, lambda value: 0 < value < math.inf, "positive number")

@@ -73,7 +73,7 @@ class Recipe:
     validation: int = _field(0, "measure on this many training images, held out, instead of the test images", low=0)
     eval_every: int | None = _field(None, "iterations between two points of the curve", low=1)
     quick: bool = _field(False, "marks a run of reduced size")
-    stands_for: str = _field("", "the data set this run stands in for, where that was absent")
+    stands_for: str = _field("", "the data set that the digits of a quick run stand in for")
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(Recipe).items():

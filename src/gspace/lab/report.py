@@ -12,7 +12,6 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 
 from gspace.lab.archive import collect, read_records, scores_of, short_recipe
@@ -124,7 +123,7 @@ class Part:
     def name(self) -> str:
         """File name of its figure."""
         length = "" if self.variant.length == 1 else str(self.variant.length).replace("/", "-of-")
-        marks = ("quick" if self.variant.quick else "", "stand-in" if self.variant.absent else "", length)
+        marks = ("quick" if self.variant.quick else "", length)
         return "-".join(filter(None, (self.experiment.name, *marks)))
 
     @property
@@ -180,10 +179,7 @@ def variants(recipes: Collection[Recipe]) -> Iterator[Variant]:
     """Every size that the recorded runs can be of."""
     full = any(not recipe.quick for recipe in recipes)
     yield from (Variant(length=length) for length in LENGTHS.values() if full)
-    quick = [recipe for recipe in recipes if recipe.quick]
-    absent = sorted({recipe.stands_for for recipe in quick if recipe.stands_for})
-    for size in range(len(absent) + 1 if quick else 0):  # a set may have been absent for one experiment alone
-        yield from (Variant(quick=True, absent=frozenset(some)) for some in combinations(absent, size))
+    yield from [Variant(quick=True)] if any(recipe.quick for recipe in recipes) else []
 
 
 def section(part: Part, found: Found) -> Section:

@@ -14,7 +14,6 @@ from gspace.lab import options
 from gspace.lab.archive import read_records, scores_of, short_recipe
 from gspace.lab.cells import LENGTHS, Cell, Experiment, Scores, Variant, guessed, jobs
 from gspace.lab.cost import CPU, GPU, Machine, duration, estimate
-from gspace.lab.data import SETS, data_folder, read
 from gspace.lab.errors import RecipeError
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.recipe import Recipe, check_name
@@ -28,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"experiments:\n{names}\n\nRunning it again skips what is finished and continues what was stopped."
     parser.add_argument("name", metavar="NAME", help="an experiment of the list below")
-    parser.add_argument("--quick", action="store_true", help="reduced sizes, minutes on a CPU, marked as such")
+    parser.add_argument("--quick", action="store_true", help="small networks on the digits, minutes on a CPU")
     parser.add_argument(
         "--length", choices=LENGTHS, default="1", help="fraction of the schedule, marked as such (default: 1)"
     )
@@ -59,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     experiment = EXPERIMENTS[check_name("experiment", args.name, EXPERIMENTS)]
     if args.quick and args.length != "1":
         raise RecipeError("--quick has a schedule of its own: leave --length out")
-    absent = absent_sets(experiment, args.data_dir) if args.quick and not args.download else frozenset()
-    variant = Variant(args.quick, LENGTHS[args.length], absent)
+    variant = Variant(args.quick, LENGTHS[args.length])
 
     def cells(scores: Scores) -> list[Cell]:
         return selected(variant.cells(experiment, scores), args)
@@ -73,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"decided by these: {len(all_left) - len(left)} more, about {costs(all_left)} in all")
         return 0
     done = work(cells, args)
-    document = assemble(recorded(args), [experiment], command(args), counting(args))
+    document = assemble(recorded(args), [experiment], f"{experiment.command}{variant.flags}", counting(args))
     written = publish(document, args.report or args.out / "report" / experiment.name)
     print("\n".join(map(str, written)))
     return conclude(*done)
@@ -102,23 +100,10 @@ def unfinished(cells: Sequence[Cell], scores: Scores) -> list[Recipe]:
     return [recipe for recipe in jobs(cells) if scores(recipe) is None]
 
 
-def command(args: argparse.Namespace) -> str:
-    quick = " --quick" if args.quick else ""
-    length = "" if args.length == "1" else f" --length {args.length}"
-    return f"gspace reproduce {args.name}{quick}{length}"
-
-
 def counting(args: argparse.Namespace) -> str:
     """The options by which the same runs count as finished another time."""
     results = ["--results", *map(str, args.results)] if args.results else []
     return f" {shlex.join(['--out', str(args.out), *results])}"
-
-
-def absent_sets(experiment: Experiment, data_dir: Path | None) -> frozenset[str]:
-    """The data sets of an experiment that are not to be found; a damaged one is an error."""
-    root = data_folder(data_dir)
-    names = {recipe.data for recipe in jobs(Variant(quick=True).cells(experiment, lambda recipe: None))}
-    return frozenset(name for name in names if read(name, SETS[name], root) is None)
 
 
 def recorded(args: argparse.Namespace) -> list[Record]:

@@ -27,7 +27,7 @@ CONTROLS = (FROM_SKELETON, FROZEN)
 # Networks and how the paper trains them -------------------------------------------------------------------------------
 
 FASHION = Recipe(data="fashion_mnist", inputs="pooled", lr=0.01, batch_size=64, epochs=100.0, hidden=(8, 8))
-QUICK_FASHION: Mapping[str, Any] = {"epochs": 4.0, "train_size": 6400, "test_size": 2000, "quick": True}
+QUICK_FASHION: Mapping[str, Any] = {"epochs": 4.0, "quick": True}
 
 PATHS = Recipe(data="mnist", inputs="grey", hidden=(64,) * 5, lr=1.0, batch_size=64, epochs=50.0)
 
@@ -46,8 +46,6 @@ QUICK_CIFAR: Mapping[str, Any] = {
     "iterations": 120,
     "eval_every": 10,
     "batch_size": 64,
-    "train_size": 6400,
-    "test_size": 1000,
     "precision": "float32",
     "quick": True,
 }
