@@ -182,8 +182,13 @@ class GSGD(GSpaceOptimizer):
     def _plain(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Plain SGD for what touches no unit, by torch itself."""
         active = [p for p in parameters if p.grad is not None]
-        if active:
-            plain_sgd(group, self.state, active, [p.grad for p in active if p.grad is not None])
+        for some in alike(active, self._sharded):
+            plain_sgd(group, self.state, some, [p.grad for p in some if p.grad is not None])
+
+
+def alike(parameters: list[Tensor], sharded: bool) -> list[list[Tensor]]:
+    """Lists of parameters that torch moves in one call: no plain tensors beside sharded ones, nor two meshes."""
+    return [[p] for p in parameters] if sharded else [parameters] if parameters else []
 
 
 def plain_sgd(
