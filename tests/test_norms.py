@@ -814,3 +814,15 @@ def test_and_of_sizes_is_no_write_in_place() -> None:
 def test_a_penalty_given_the_model_at_once_says_when_it_is_due() -> None:
     with pytest.raises(TypeError, match="the model is given when the penalty is called"):
         gspace.BasisPathPenalty(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_a_buffer_that_forward_writes_is_left_alone_by_the_sum() -> None:
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        s.count.add_(1)
+        return s.a(x) * s.count
+
+    model = Net(forward, a=nn.Linear(3, 2, bias=False)).double()
+    model.register_buffer("count", torch.tensor(2.0).double())
+    norm = path_norm(model, 1, example_input=torch.zeros(2, 3))
+    assert float(model.count) == 2
+    torch.testing.assert_close(norm.value, 3 * model.a.weight.abs().sum())

@@ -57,7 +57,8 @@ class PathGraph:
         inputs = []
         for t in (_fetched(module, name) for module, name in self.sources):
             known = (powers or {}).get(id(t))
-            inputs.append(known if known is not None else power(t, p) if isinstance(t, nn.Parameter) else t)
+            fixed = t.clone() if not isinstance(t, nn.Parameter) else power(t, p) if known is None else known
+            inputs.append(fixed)  # a copy of a buffer: what the model writes into it is on the tape too
         device = inputs[0].device if inputs else torch.device("cpu")
         values = played(self.steps, [torch.full((), float(p), dtype=torch.float64, device=device), *inputs])
         total, exponent = (None if slot is None else values[slot.k] for slot in self.outputs)
