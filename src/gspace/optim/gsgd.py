@@ -11,11 +11,12 @@ from torch.optim.sgd import sgd
 from gspace.analysis import Analysis, Inputs
 from gspace.optim import fast
 from gspace.optim.arguments import number
-from gspace.optim.base import GSpaceOptimizer, capturing
+from gspace.optim.base import GSpaceOptimizer
 from gspace.optim.built import Built
 from gspace.optim.eager import Allocation, wide
 from gspace.optim.fast.network import Outcome
 from gspace.optim.held import require_finite_gradients
+from gspace.optim.hooks import capturing
 from gspace.optim.reference import Reference
 from gspace.optim.step import BatchNormRule, Number
 from gspace.sharding import local
