@@ -64,6 +64,7 @@ def analyze(
     listed = [modes] if isinstance(modes, str) else list(modes)
     if not listed or not set(listed) <= MODES.keys():
         raise ValueError(f"modes are 'train', 'eval' or both, got {modes!r}")
+    require_module(model)
     if sharding.any_sharded(model):
         model = sharding.whole_copy(model)
     inner = unwrap(model)
