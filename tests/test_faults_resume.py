@@ -64,7 +64,6 @@ def test_a_deep_network_resumes_to_the_bit(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [10, 12])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "depth"), zip(SETTINGS, (10, 12, 10, 12, 12), strict=True))
 def test_a_deep_network_resumes_to_the_bit_after_8000_steps(name: str, depth: int) -> None:
     resumed(depth, SETTINGS[name], 8000, 1000)

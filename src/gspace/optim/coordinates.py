@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Edges, analyzed
+from gspace.analysis import Analysis, Edges, analyzed, require_module
 from gspace.analysis.result import plain
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_one_of
@@ -88,6 +88,7 @@ def coordinates(
     """
     require_one_of("view", view, ("transparent", "exact"))
     require_one_of("reference", reference, (None, "one", "balanced"))
+    require_module(model)
     refuse_sharded(dict(model.named_parameters()), "a path coordinate")
     found = analyzed(model, analysis, options, "pin")
     if view == "exact":
