@@ -43,4 +43,4 @@ def train(folder: str = "hf", steps: int = 16, resume: str | None = None, **opti
 
 
 if __name__ == "__main__":
-    train()
+    train(use_cpu=not torch.cuda.is_available())  # else several processes on a CPU would not know of each other

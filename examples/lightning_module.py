@@ -4,6 +4,7 @@ python examples/lightning_module.py                               # one process
 torchrun --nproc-per-node 2 examples/lightning_module.py          # DistributedDataParallel
 """
 
+import os
 from typing import Any
 
 import lightning
@@ -43,4 +44,4 @@ def train(folder: str = "lightning", epochs: int = 2, resume: str | None = None,
 
 
 if __name__ == "__main__":
-    train(accelerator="auto", strategy="auto")
+    train(devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # as many as torchrun has started

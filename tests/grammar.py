@@ -76,7 +76,7 @@ def norm(rng: Random, c: int, kind: Kind) -> nn.Module:
             lambda: nn.InstanceNorm2d(c, affine=True),
         ]
     elif kind == "vector":
-        makers = [lambda: nn.BatchNorm1d(c), lambda: nn.GroupNorm(1, c)]
+        makers = [lambda: nn.BatchNorm1d(c), lambda: nn.GroupNorm(groups, c)]  # over one value: its bias alone
     else:
         makers = []
     affine = rng.random() < 0.8

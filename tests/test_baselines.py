@@ -16,7 +16,7 @@ import zoo
 from cases import CASES
 from gspace.measure.diagnostics import invariance_gap
 from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD, path_kappa
-from gspace.optim.skeleton import init_skeleton_
+from gspace.optim.initial import init_skeleton_
 from gspace.paths.pathsum import PathError, path_graph
 from invariance import build, draw_inputs, randomize_
 from parts import Net

@@ -151,3 +151,38 @@ def test_a_cut_by_the_number_of_rows_is_that_of_the_example() -> None:
     assert found.H == 5
     gspace.rescale_(model, gspace.random_scales(model, analysis=found), analysis=found)
     torch.testing.assert_close(model(x), before, rtol=0, atol=0)
+
+
+def test_a_group_norm_over_one_value_writes_its_bias_whatever_the_scale() -> None:
+    """At an ε of 1e-30 rounding in torch's formula would hide that: x·10¹⁵ − mean·10¹⁵."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.GroupNorm(4, 4), nn.Linear(4, 3)).double()
+    x = torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = gspace.analyze(model, x)
+    assert (found.H, found.H_absorbed) == (4, 4)
+    assert max(moved(model, (x,), found, absorbed=True).values()) <= 1e-12
+
+
+SHARED = {
+    # overlapping windows of one vector; and a gain that is used with 1 added to it and without
+    "that is no block of it": (
+        lambda s, x: s.c(F.relu(x @ s.w.unfold(0, 5, 1).t())),
+        {"c": nn.Linear(4, 3)},
+        8,
+    ),
+    "with 1 added to it and without": (
+        lambda s, x: s.c(F.relu(s.a(x)) * s.w) + s.d(F.relu(s.a(x)) * (1 + s.w)),
+        {"a": nn.Linear(5, 4), "c": nn.Linear(4, 3), "d": nn.Linear(4, 3)},
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", SHARED)
+def test_uses_of_a_parameter_that_contradict_each_other_are_pinned_with_the_reason(reason: str) -> None:
+    forward, parts, size = SHARED[reason]
+    model = Net(forward, **parts)
+    model.w = nn.Parameter(torch.rand(size, generator=torch.Generator().manual_seed(0)))
+    x = torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = gspace.analyze(model.double(), x)
+    assert found.H == 0
+    assert any(pin.reason.endswith(reason) for pin in found.pinned)

@@ -14,7 +14,8 @@ import gspace
 import zoo
 from dense import BY_NAME, SMALL, Explicit, OnPaths, Small, explicit, scaled, sgd
 from gspace import paths as P
-from gspace.optim.skeleton import build_skeleton, path_products, skeleton_values
+from gspace.optim.reference import path_products, skeleton_values
+from gspace.optim.skeleton import build_skeleton
 from gspace.paths import statements as S
 from turns import turns
 

@@ -50,6 +50,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     ),
     "sparse": (Sparse, X, r"parameter 'w' is sparse or quantized: analyze the dense model"),
     "quantized": (Quantized, X, r"parameter 'w' is sparse or quantized: analyze the dense model"),
+    "quantized layers": (
+        lambda: torch.ao.quantization.quantize_dynamic(mlp(5, 7, 3)), X,
+        "module '0' is quantized: analyze the dense model",
+    ),
     "TorchScript": (lambda: torch.jit.trace(mlp(5, 7, 3), X), X, "pass the module that it was made from"),
     "no forward": (lambda: nn.ModuleList([mlp(5, 7, 3)]), X, "ModuleList has no forward: pass the module that calls"),
     "wrong width": (

@@ -203,7 +203,7 @@ def test_the_costs_of_the_readme_are_measured() -> None:
     lines = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| iteration ")]
     mlps = [[name, "eager", "float32"] for name in ("mlp-784-5x64-10", "mlp-49-2x1024-10")]
-    asked = [[*which, "", "GSGD fused"] for which in (["plain-34", "graph", "bf16"], *mlps)]
+    asked = [[*which, "", "GSGD fused"] for which in (["plain-34", "compiled graph", "bf16"], *mlps)]
     found = [row[9] for which in asked for row in rows if row[1:6] == which]
     assert re.findall(r"\*\*([\d.]+)×\*\*", text) == found
     assert len(found) == 3
@@ -288,6 +288,8 @@ def test_iterations_of_convolutions_are_timed_with_every_optimizer(monkeypatch: 
     monkeypatch.setattr(sections, "NETWORKS", {"small": small})
     groups = list(sections.iterations(sections.Setting("cpu", repeats=2, networks=["small"])))
     timed = {(row.optimizer, row.momentum) for rows in groups for row in rows}
-    names = ["SGD fused", "SGD foreach", "GSGD fused", "InGSpace(SGD)", "PathSGD", "SGD foreach again"]
-    assert timed == {(name, momentum) for name in names for momentum in (0.0, 0.9)}
+    names = ["SGD fused", "SGD foreach", "GSGD fused", "InGSpace(SGD)", "PathSGD"]
+    again = ["SGD fused again", "SGD foreach again"]
+    adam = {(name, 0.0) for name in ("AdamW fused", "InGSpace(AdamW)", "AdamW fused again")}
+    assert timed == {(name, momentum) for name in (*names, *again) for momentum in (0.0, 0.9)} | adam
     assert all(row.median_us > 0 for rows in groups for row in rows)

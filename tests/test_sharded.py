@@ -4,6 +4,7 @@ Two processes serve all tests of the default run; four are slow to start, and se
 """
 
 import importlib
+import json
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from itertools import pairwise
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 import gspace
 import sharded
-from benchmarks.ranks import Collectives
+from benchmarks.ranks import Collectives, page
 from gspace.sharding import box, cut, edges_here, local
 from ranks import RankError, Ranks, running
 
@@ -397,6 +398,14 @@ def test_ranks_that_start_apart_end_equal_and_go_on_from_a_checkpoint(two: Ranks
     resumed = two(_example, 7, "fsdp", 1, 2, "", str(tmp_path))
     for first, second in (parallel, whole, resumed, (whole[0], resumed[0])):
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_page_is_that_of_its_record() -> None:
+    root = Path(EXAMPLES).parent
+    text = (root / "docs" / "scale.md").read_text(encoding="utf-8")
+    found = json.loads((root / "results" / "ranks.json").read_text(encoding="utf-8"))
+    assert page(text, found) == text, "python benchmarks/ranks.py --table docs/scale.md"
+    assert all(path.name in text for path in Path(EXAMPLES).glob("*.py"))
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

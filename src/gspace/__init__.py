@@ -12,7 +12,8 @@ from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD
 from gspace.optim.factory import factory
 from gspace.optim.gsgd import GSGD
 from gspace.optim.inner import InGSpace
-from gspace.optim.skeleton import Skeleton, build_skeleton, init_skeleton_
+from gspace.optim.initial import init_skeleton_
+from gspace.optim.skeleton import Skeleton, build_skeleton
 from gspace.paths.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.paths.pathsum import PathError
 from gspace.quantization import Mapping, check_mappings, equalize_, mappings, smooth_

@@ -77,13 +77,13 @@ def reshard(model: nn.Module) -> nn.Module:
 # What is here ---------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def local(t: Any) -> Any:
     """The part of a tensor that this process holds, in the same memory."""
-    if not isinstance(t, Tensor) or not is_sharded(t):
+    if not is_sharded(t):
         return t
-    here: Any = t.to_local()  # type: ignore[attr-defined]
-    return here.wait() if hasattr(here, "wait") else here
+    with torch.no_grad():
+        here = t.to_local()
+        return here.wait() if hasattr(here, "wait") else here
 
 
 def local_gradient(p: Tensor) -> Tensor | None:
@@ -319,6 +319,16 @@ def require(parameters: Mapping[str, Tensor], doubt: str) -> None:
         raise ValueError(doubt)
 
 
+def _mark(t: Tensor) -> int:
+    """A number that tensors share only if their bits do, but for chance."""
+    bits = (torch.view_as_real(t) if t.is_complex() else t).contiguous().reshape(-1)
+    bits, mark = bits.view(_BITS[bits.element_size()]), 0
+    for part in bits.split(1 << 20):
+        odd = 2 * torch.arange(len(part), device=part.device) + 1
+        mark = (31 * mark + int((part.long() * odd).sum())) % (1 << 62)
+    return mark
+
+
 @torch.no_grad()
 def require_copies(parameters: Mapping[str, Tensor], mesh: Any) -> None:
     """Processes that hold the same part of a parameter hold the same values of it.
@@ -328,15 +338,8 @@ def require_copies(parameters: Mapping[str, Tensor], mesh: Any) -> None:
     """
     import torch.distributed as dist
 
-    names, marks = [], []
-    for name, p in parameters.items():
-        here = local(p)
-        bits = here.contiguous().reshape(-1).view(_BITS[here.element_size()]).long()
-        mark = (bits * (2 * torch.arange(len(bits), device=bits.device) + 1)).sum()
-        place = hash(box(p)) if is_sharded(p) else 0
-        names.append(name)
-        marks.append(torch.stack([torch.tensor(place), mark.cpu()]))
-    mine = torch.stack(marks).to(mesh.device_type)
+    names = list(parameters)
+    mine = torch.tensor([(hash(box(p)), _mark(local(p))) for p in parameters.values()]).to(mesh.device_type)
     everybody = mesh.size() == dist.get_world_size()
     for group in [None] if everybody else [mesh.get_group(k) for k in range(mesh.ndim)]:
         size = dist.get_world_size(group)

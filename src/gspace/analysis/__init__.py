@@ -126,6 +126,9 @@ def refuse(model: nn.Module) -> None:
             )
         if p.layout != torch.strided or p.is_quantized:
             raise TraceError(f"parameter {name!r} is sparse or quantized: analyze the dense model it was made from")
+    for name, m in model.named_modules():
+        if type(m).__module__.startswith("torch.") and ".quantized." in type(m).__module__:
+            raise TraceError(f"module {name!r} is quantized: analyze the dense model it was made from")
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError("a TorchScript module cannot be followed: pass the module that it was made from")
     if getattr(type(model), "forward", None) is nn.Module.forward and "forward" not in vars(model):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis.equations import ANY, Equations
-from gspace.analysis.follow import Follow, Pinned
+from gspace.analysis.follow import Follow
 from gspace.analysis.layout import layout
 from gspace.analysis.memory import key_of
 from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, plain
@@ -127,7 +127,7 @@ def _edges(
             continue
         found = layout(tuple(p.shape), uses, equations)
         if found is None:
-            follow.pins.append(Pinned("view", name, min(p.shape[:2]), "too many parts to be followed one by one"))
+            follow.pins.append(Pin("view", name, min(p.shape[:2]), "too many parts to be followed one by one"))
             for use in uses:
                 equations.ground(torch.cat([t.reshape(-1) for t in use.terms]))
             continue
@@ -239,9 +239,10 @@ def _sides(e: Edges, total: int, forms: Mapping[int, Form]) -> tuple[Tensor, Ten
     return torch.cat(found[0]).unique(), torch.cat(found[1]).unique()
 
 
-def _pinned(pins: Sequence[Pinned]) -> tuple[Pin, ...]:
-    merged: dict[tuple[str, str, str], int] = {}
+def _pinned(pins: Sequence[Pin]) -> tuple[Pin, ...]:
+    """Pins alike as one."""
+    merged: dict[Pin, int] = {}
     for pin in pins:
-        key = pin.operation, pin.where, pin.reason
-        merged[key] = merged.get(key, 0) + pin.count
-    return tuple(Pin(operation, where, count, reason) for (operation, where, reason), count in merged.items())
+        alike = replace(pin, count=0)
+        merged[alike] = merged.get(alike, 0) + pin.count
+    return tuple(replace(alike, count=count) for alike, count in merged.items())

@@ -6,7 +6,6 @@ outputs have. An operation without a rule sets what it reads to ground, with its
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,20 +13,11 @@ from torch import Tensor
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
 from gspace.analysis.memory import Memory, Raw, key_of
+from gspace.analysis.result import Pin
 from gspace.analysis.run import Run
 from gspace.analysis.weights import LARGEST, Weights
 
 Nodes = Tensor | Raw | None
-
-
-@dataclass(frozen=True)
-class Pinned:
-    """Equations x = 0 that an operation added."""
-
-    operation: str
-    where: str
-    count: int
-    reason: str
 
 
 class Norm(NamedTuple):
@@ -59,7 +49,7 @@ class Follow(Run):
         self.weights = Weights(self.equations, self.note)
         super().__init__(rules, Memory(_blank, self.weights.nodes))
         self.residual = residual
-        self.pins: list[Pinned] = []
+        self.pins: list[Pin] = []
         self.absorbed: list[Tensor] = []
         self.untrained: list[Tensor] = []
         self.norms: dict[tuple[int, ...], Norm] = {}
@@ -133,7 +123,7 @@ class Follow(Run):
             self.note(new, reason, operation)
 
     def note(self, count: int, reason: str, operation: str = "") -> None:
-        self.pins.append(Pinned(operation or self.operation, self.where(), count, reason))
+        self.pins.append(Pin(operation or self.operation, self.where(), count, reason))
 
     def absorb(self, nodes: Tensor) -> None:
         """An ε is in the way: a symmetry only as it goes to 0."""

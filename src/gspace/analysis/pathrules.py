@@ -225,7 +225,7 @@ def batch_norm(s: Sums, c: Call) -> Powers:
     if c.get("training") or mean is None or var is None:
         raise s.refusal("it has no running statistics, so its scale depends on the batch")
     value = merged(torch.add, s.read(x), _per_channel(s.read(mean), x))
-    deviation = Power((var.double() + c["eps"]).pow(-s.p / 2))
+    deviation = Power((var.double() + c.get("eps", "epsilon")).pow(-s.p / 2))
     gain = deviation if c["weight"] is None else multiplied(torch.mul, deviation, s.read(c["weight"]))
     value = multiplied(torch.mul, value, _per_channel(gain, x))
     return [value if c["bias"] is None else merged(torch.add, value, _per_channel(s.read(c["bias"]), x))]

@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.assemble import unread
 from gspace.analysis.examples import attempted, redrawn
-from gspace.analysis.follow import Follow, Pinned
+from gspace.analysis.follow import Follow
 from gspace.analysis.forward import Inputs, TraceError, arguments, attributes, kept, set_mode, tensors_in
 from gspace.analysis.memory import key_of
 from gspace.analysis.operations import RULES
-from gspace.analysis.result import Residual
+from gspace.analysis.result import Pin, Residual
 from gspace.analysis.run import called, written
 from gspace.devices import on_cpu
 
@@ -89,7 +89,7 @@ def _enter(follow: Follow, task: Task) -> None:
         if reason is None:
             follow.enter(t)
         else:
-            follow.pins.append(Pinned(reason[0], name, _channels(t), reason[1]))
+            follow.pins.append(Pin(reason[0], name, _channels(t), reason[1]))
 
 
 def _channels(t: Tensor) -> int:

@@ -130,7 +130,11 @@ class Run(TorchDispatchMode):
             if name not in self.rules and (decomposition := _decomposition(func)) is not None:
                 with self:
                     return decomposition(*args, **kwargs)
-            result = self.applied(self.rules.get(name, self.rules[""]), Call(name, func, bound(func, args, kwargs)))
+            try:
+                result = self.applied(self.rules.get(name, self.rules[""]), Call(name, func, bound(func, args, kwargs)))
+            except (RuntimeError, IndexError):  # sizes that do not fit: torch's own words, if it says so too
+                func(*args, **kwargs)
+                raise
         out = func(*args, **kwargs)
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if result is not None or (writes and not is_view and any(t in self.memory for t in outs)):

@@ -14,7 +14,6 @@ grow with the depth. Their matrix is sparse where there are many of them, and it
 Shapes: a is `(group, out, in)`; a unit vector is `(n,)`, entry 0 is ground; so is entry 0 of a layer vector.
 """
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,10 +23,11 @@ import torch
 from torch import Tensor
 
 from gspace.analysis import Edges
+from gspace.group.solve import conjugate_gradients, solver
 from gspace.sharding import Reduce, alone, pieces
 
-DENSE = 300  # layers up to which a dense matrix is faster
 LARGE = 1 << 14  # entries of a matrix that is worth a product of its own
+MANY, ROWS = 1 << 20, 1 << 18  # weights that are squared anew whenever they are needed, and so many at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,14 +35,17 @@ class Stack:
     """Parameters with equal numbers of outputs and inputs, one after the other along the group axis.
 
     Attributes:
-        strength: a of every edge between live units, `(group, out, in)`.
+        strength: a of every edge between live units, `(group, out, in)`; where they are many, weights themselves, which
+            are no float64.
         head: Unit that each output writes, `(group, out)`.
         tail: Unit that each input reads, `(group, in)`.
+        taken: x that was taken into a, `(n,)`, if it could not be multiplied in.
     """
 
     strength: Tensor
     head: Tensor
     tail: Tensor
+    taken: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +74,21 @@ def squares(edges: Sequence[Edges], weights: Mapping[str, Tensor]) -> list[Tenso
     return [_square(e, weights[e.name]) for e in edges]
 
 
+def _strength(e: Edges, weight: Tensor) -> Tensor:
+    view = e.view(weight.detach())
+    narrow = view.is_floating_point() and view.dtype != torch.float64
+    return view if narrow and view.dim() == 3 and view.numel() >= MANY and not e.shift else _square(e, weight)
+
+
 def _square(e: Edges, weight: Tensor) -> Tensor:
     a = e.view(weight.detach()).to(torch.float64, copy=True).add_(e.shift).square_()
     return a.flatten(3).sum(3) if a.dim() > 3 else a
+
+
+def _links(strength: Tensor) -> Tensor:
+    """Where a is not 0, to broadcast; most often that is everywhere."""
+    found = strength != 0
+    return found[:, :1, :1] if bool(found.all()) else found
 
 
 def live_units(edges: Sequence[Edges], strength: Sequence[Tensor], n: int, reduce: Reduce = alone) -> Tensor:
@@ -81,7 +96,7 @@ def live_units(edges: Sequence[Edges], strength: Sequence[Tensor], n: int, reduc
     device = strength[0].device if strength else torch.device("cpu")
     ahead, behind = (torch.zeros(n, dtype=torch.bool, device=device) for _ in range(2))
     ahead[0] = behind[0] = True
-    links = [(e.head.to(device), e.tail.to(device), a > 0) for e, a in zip(edges, strength, strict=True)]
+    links = [(e.head.to(device), e.tail.to(device), _links(a)) for e, a in zip(edges, strength, strict=True)]
 
     def told(found: Tensor) -> None:
         if reduce is not alone:
@@ -90,10 +105,10 @@ def live_units(edges: Sequence[Edges], strength: Sequence[Tensor], n: int, reduc
     while True:
         before = int(ahead.sum() + behind.sum())
         for head, tail, link in links:
-            ahead[head[(link & ahead[tail][:, None, :]).any(2)]] = True
+            ahead[head[(link & ahead[tail][:, None, :]).any(2).expand(head.shape)]] = True
             told(ahead)
         for head, tail, link in reversed(links):
-            behind[tail[(link & behind[head][:, :, None]).any(1)]] = True
+            behind[tail[(link & behind[head][:, :, None]).any(1).expand(tail.shape)]] = True
             told(behind)
         if int(ahead.sum() + behind.sum()) == before:
             return ahead & behind
@@ -124,8 +139,8 @@ def balanced_log_scales(
         return x
     edges, here, parts = [edges[k] for k in joins], [here[k] for k in joins], [parts[k] for k in joins]
     # Beyond the rounding of the weights, digits of a scale mean nothing.
-    goal = 1e-13 if any(w.dtype == torch.float64 for w in parts) else 1e-9
-    strength = [_square(e, w) for e, w in zip(here, parts, strict=True)]
+    goal = 1e-13 if any(w.dtype == torch.float64 for w in parts) else 1e-6
+    strength = [_strength(e, w) for e, w in zip(here, parts, strict=True)]
     for e, a in zip(edges, strength, strict=True):
         if not bool(a.sum().isfinite()):
             raise ValueError(f"{e.name} holds weights that are not finite, or whose squares are not")
@@ -191,16 +206,20 @@ def _pairs(edges: Sequence[Edges], layer: Tensor) -> Tensor:
 
 
 def _stacked(edges: Sequence[Edges], strength: list[Tensor], live: Tensor) -> list[Stack]:
-    alike: dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for e, a in zip(edges, strength, strict=True):
+    alike: dict[object, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for k, (e, a) in enumerate(zip(edges, strength, strict=True)):
         for ids, dim in ((e.head, 2), (e.tail, 1)):
             if not bool(live[ids].all()):
+                a = a if a.dtype == torch.float64 else a.double().square_()
                 a.mul_(live[ids].unsqueeze(dim))
-        alike.setdefault(a.shape[1:], []).append((a, e.head, e.tail))
-    return [
-        Stack(*(part[0] if len(part) == 1 else torch.cat(part) for part in zip(*same, strict=True)))
-        for same in alike.values()
-    ]
+        key = a.shape[1:] if a.dtype == torch.float64 else k  # weights themselves are not copied
+        alike.setdefault(key, []).append((a, e.head, e.tail))
+    zero = torch.zeros(len(live), dtype=torch.float64, device=live.device)
+    stacks = []
+    for same in alike.values():
+        a, head, tail = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*same, strict=True))
+        stacks.append(Stack(a, head, tail, zero.clone()))
+    return stacks
 
 
 # Sums over edges ------------------------------------------------------------------------------------------------------
@@ -209,6 +228,9 @@ def _stacked(edges: Sequence[Edges], strength: list[Tensor], live: Tensor) -> li
 def _take_in(stacks: Sequence[Stack], x: Tensor) -> None:
     """a ← a·exp(2(x[head] − x[tail])), in place."""
     for s in stacks:
+        if s.strength.dtype != torch.float64:
+            s.taken.add_(x)
+            continue
         head, tail = x[s.head][:, :, None], x[s.tail][:, None, :]
         for k in range(0, len(s.strength), 64):  # some matrices at a time: their exponents lie as far apart as scales
             part = slice(k, k + 64)
@@ -218,6 +240,7 @@ def _take_in(stacks: Sequence[Stack], x: Tensor) -> None:
 
 def _factors(s: Stack, x: Tensor) -> tuple[Tensor, Tensor]:
     """exp(2x) of the heads and exp(−2x) of the tails, as columns."""
+    x = x + s.taken
     return (2 * x[s.head]).exp()[:, :, None], (-2 * x[s.tail]).exp()[:, :, None]
 
 
@@ -226,6 +249,22 @@ def _product(a: Tensor, column: Tensor) -> Tensor:
     if a.shape[1] * a.shape[2] < LARGE:
         return a @ column
     return torch.stack([torch.mv(matrix, v[:, 0]) for matrix, v in zip(a, column, strict=True)])[:, :, None]
+
+
+def _products(s: Stack, right: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """a @ right and aᵀ @ left, columns both."""
+    if s.strength.dtype == torch.float64:
+        return _product(s.strength, right), _product(s.strength.mT, left)
+    up, down = torch.empty_like(left), torch.zeros_like(right)
+    step = max(1, ROWS // s.strength.shape[2])
+    room = torch.empty(step, s.strength.shape[2], dtype=torch.float64, device=left.device)
+    for matrix, r, l, u, d in zip(s.strength, right[..., 0], left[..., 0], up[..., 0], down[..., 0], strict=True):
+        for k in range(0, len(matrix), step):
+            some = matrix[k : k + step]
+            a = room[: len(some)].copy_(some).square_()
+            torch.mv(a, r, out=u[k : k + step])
+            d.addmv_(a.mT, l[k : k + step])
+    return up, down
 
 
 def _gather(size: int, ids: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
@@ -238,8 +277,9 @@ def sides(net: Network, x: Tensor) -> tuple[Tensor, Tensor]:
     up, down, stacks = [], [], net.stacks
     for s in stacks:
         p, q = _factors(s, x)
-        up.append(p * _product(s.strength, q))
-        down.append(q * _product(s.strength.mT, p))
+        above, below = _products(s, q, p)
+        up.append(p * above)
+        down.append(q * below)
     ids = [s.head for s in stacks], [s.tail for s in stacks]
     into, out = net.reduce(torch.stack([_gather(len(x), ids[0], up), _gather(len(x), ids[1], down)]))
     return into, out
@@ -250,8 +290,9 @@ def hessian(net: Network, x: Tensor, total: Tensor, free: Tensor, d: Tensor) -> 
     up, down, stacks = [], [], net.stacks
     for s in stacks:
         p, q = _factors(s, x)
-        up.append(p * _product(s.strength, q * d[s.tail][:, :, None]))
-        down.append(q * _product(s.strength.mT, p * d[s.head][:, :, None]))
+        above, below = _products(s, q * d[s.tail][:, :, None], p * d[s.head][:, :, None])
+        up.append(p * above)
+        down.append(q * below)
     sums = net.reduce(_gather(len(d), [s.head for s in stacks] + [s.tail for s in stacks], up + down))
     return torch.where(free, 2 * (total * d - sums), 0)
 
@@ -273,10 +314,11 @@ def layer_links(net: Network, x: Tensor) -> Links:
         head, tail = layer[s.head], layer[s.tail]
         if bool((tail == tail[:, :1]).all()):  # the usual case: one layer is read
             keys.append(head * count + tail[:, :1])
-            parts.append(p * _product(s.strength, q))
+            parts.append(p * _products(s, q, p)[0])
         else:
             keys.append(head[:, :, None] * count + tail[:, None, :])
-            parts.append(p * s.strength * q.mT)
+            a = s.strength if s.strength.dtype == torch.float64 else s.strength.double().square_()
+            parts.append(p * a * q.mT)
     place = torch.searchsorted(net.links, torch.cat([k.reshape(-1) for k in keys]))
     energy = net.reduce(_gather(len(net.links), [place], parts))
     return Links(count, net.links // count, net.links % count, energy)
@@ -304,7 +346,7 @@ def _layers_balanced(net: Network, x: Tensor) -> Tensor:
         if not bool((f[1:].abs() > 1e-2).any()):
             break
         values = torch.cat([torch.full_like(y, 4), -2 * E / into[k], -2 * E / out[l]])
-        y[1:] -= _solver(count, torch.cat([every, k, l]), torch.cat([every, l, k]), values)(f[1:])
+        y[1:] -= solver(count, torch.cat([every, k, l]), torch.cat([every, l, k]), values)(f[1:])
     moved = x + y[net.layer]
     before, after = (float(sides(net, at)[0].sum()) for at in (x, moved))
     return moved if after < before else x
@@ -322,7 +364,7 @@ def two_level(total: Tensor, layer: Tensor, links: Links) -> Callable[[Tensor], 
     # The ridge, far below the gap of any chain of layers, is for layers that hardly hang together with ground.
     every = torch.arange(count, device=k.device)
     values = torch.cat([diagonal * (1 + 1e-12), -2 * energy, -2 * energy])
-    solve = _solver(count, torch.cat([every, k, l]), torch.cat([every, l, k]), values)
+    solve = solver(count, torch.cat([every, k, l]), torch.cat([every, l, k]), values)
 
     def condition(r: Tensor) -> Tensor:
         of_layers = torch.zeros_like(diagonal)
@@ -330,79 +372,3 @@ def two_level(total: Tensor, layer: Tensor, links: Links) -> Callable[[Tensor], 
         return r / (2 * total) + of_layers[layer]
 
     return condition
-
-
-def _solver(count: int, rows: Tensor, columns: Tensor, values: Tensor) -> Callable[[Tensor], Tensor]:
-    """b ↦ A⁻¹b for the sum A of these entries, row and column 0 left out."""
-    if count > DENSE:
-        return _sparse_solver(count, rows.tolist(), columns.tolist(), values.tolist())
-    matrix = values.new_zeros(count * count).index_add_(0, rows * count + columns, values).reshape(count, count)
-    scale = matrix.diagonal().abs().clamp(min=1e-300).rsqrt()[1:]
-    inverse = torch.linalg.inv_ex(matrix[1:, 1:] * scale * scale[:, None])[0] * scale * scale[:, None]
-    return lambda b: inverse @ b
-
-
-def _sparse_solver(
-    count: int, rows: Sequence[int], columns: Sequence[int], values: Sequence[float]
-) -> Callable[[Tensor], Tensor]:
-    """Elimination without pivots, fewest neighbours first: these matrices are diagonally dominant."""
-    A: list[dict[int, float]] = [{} for _ in range(count)]
-    for i, j, value in zip(rows, columns, values, strict=True):
-        if i and j:
-            A[i][j] = A[i].get(j, 0.0) + value
-            A[j].setdefault(i, 0.0)
-    waiting = [(len(A[i]), i) for i in range(1, count)]
-    heapq.heapify(waiting)
-    steps: list[tuple[int, float, list[tuple[int, float]], list[tuple[int, float]]]] = []
-    while waiting:
-        degree, i = heapq.heappop(waiting)
-        if degree != len(A[i]):  # it has other neighbours by now
-            if A[i]:
-                heapq.heappush(waiting, (len(A[i]), i))
-            continue
-        pivot = A[i].pop(i, 0.0) or 1.0
-        row = list(A[i].items())
-        below = [(j, A[j].pop(i) / pivot) for j, _ in row]
-        for j, factor in below:
-            target = A[j]
-            for k, value in row:
-                target[k] = target.get(k, 0.0) - factor * value
-        A[i] = {}
-        steps.append((i, pivot, row, below))
-
-    def solve(b: Tensor) -> Tensor:
-        x = [0.0, *b.tolist()]
-        for i, _, _, below in steps:
-            for j, factor in below:
-                x[j] -= factor * x[i]
-        for i, pivot, row, _ in reversed(steps):
-            x[i] = (x[i] - sum(value * x[k] for k, value in row)) / pivot
-        return torch.tensor(x[1:], dtype=b.dtype, device=b.device)
-
-    return solve
-
-
-def conjugate_gradients(
-    operator: Callable[[Tensor], Tensor],
-    b: Tensor,
-    condition: Callable[[Tensor], Tensor],
-    tolerance: float,
-    limit: int = 2000,
-) -> Tensor:
-    """Solves operator(x) = b, preconditioned, until the residual has fallen by `tolerance`."""
-    x = torch.zeros_like(b)
-    r = b.clone()
-    z = condition(r)
-    p = z.clone()
-    rz = r @ z
-    goal = float(rz) * tolerance**2
-    for _ in range(limit):
-        if not float(rz) > goal:
-            break
-        q = operator(p)
-        alpha = rz / (p @ q)
-        x, r = x + alpha * p, r - alpha * q
-        z = condition(r)
-        rz, old = r @ z, rz
-        p = z + (rz / old) * p
-    return x

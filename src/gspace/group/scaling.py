@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, analyzed
 from gspace.devices import on_cpu
-from gspace.group.balance import balanced_log_scales, conjugate_gradients, squares
+from gspace.group.balance import balanced_log_scales, squares
+from gspace.group.solve import conjugate_gradients
 from gspace.optim.arguments import number, require_seen, require_values
 from gspace.sharding import edges_here, local, require, reshard, shared, weights_of
 

@@ -33,7 +33,7 @@ from gspace.optim.eager import Allocation, Rules, wide
 from gspace.optim.fast.network import Network, Task
 from gspace.optim.fast.tables import Tile
 from gspace.optim.held import Held, State, doubt_of_gradients, load_whole, portable
-from gspace.optim.hooks import hooked, loss_of
+from gspace.optim.hooks import capturing, hooked, loss_of
 from gspace.optim.reference import Reference
 from gspace.optim.skeleton import Skeleton
 from gspace.optim.step import BatchNormRule, Coordinates, measure, observe
@@ -232,7 +232,7 @@ class GSpaceOptimizer(Optimizer):
         if not torch.compiler.is_compiling():
             return self._step(closure)
         if self._built is None or self._steady is not self._built or self._sharded:
-            return _uncompiled(self, closure)
+            return torch.compiler.disable(self._step)(closure)
         loss = loss_of(closure)
         self._by_torch(self._built)
         return loss
@@ -396,16 +396,5 @@ class GSpaceOptimizer(Optimizer):
 
 
 def _left_out(count: int) -> tuple[str, ...]:
-    return (f"{count} units were left out when the skeleton was chosen, or touch a layer that is frozen now",) * (
-        count > 0
-    )
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled(optimizer: GSpaceOptimizer, closure: Callable[[], Any] | None) -> Any:
-    return optimizer._step(closure)
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being recorded: nothing may be read from the device then."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    told = f"{count} units were left out when the skeleton was chosen, or touch a layer that is frozen now"
+    return (told,) * (count > 0)

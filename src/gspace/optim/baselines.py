@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from gspace.analysis import Analysis, Inputs, analyzed
 from gspace.optim import choice
 from gspace.optim.arguments import given, require_model, require_numbers, require_own_group
-from gspace.optim.gsgd import plain_sgd
+from gspace.optim.gsgd import alike, plain_sgd
 from gspace.optim.held import Held, State, load_whole, portable
 from gspace.optim.hooks import hooked, loss_of
 from gspace.optim.shards import divided, require_alike, require_gradients
@@ -131,7 +131,8 @@ class PathSGD(Optimizer):
 
     def _prepare(self) -> None:
         """Looks at model and gradients; κ of every trained edge, wide enough for all of it; counts the step."""
-        reshard(self.model)
+        if self._sharded:
+            reshard(self.model)
         self._held.require_same(type(self).__name__)
         require_gradients(self.model, (p for group in self.param_groups for p in group["params"]))
         trained = self._trained()
@@ -169,10 +170,9 @@ class PathSGD(Optimizer):
 
     def _step_group(self, group: dict[str, Any]) -> None:
         active = [p for p in group["params"] if p.grad is not None]
-        if not active:
-            return
-        directions = [self._direction(p, p.grad) for p in active]
-        plain_sgd(group, self.state, active, directions)
+        for some in alike(active, self._sharded):
+            directions = [self._direction(p, p.grad) for p in some if p.grad is not None]
+            plain_sgd(group, self.state, some, directions)
 
 
 def _divisor(kappa: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     ) -> None:
         require_model(model)
         refuse_redundancy(type(self).__name__)
-        self.model, self._held = model, Held(model)
+        self.model, self._held, self._sharded = model, Held(model), any_sharded(model)
         super().__init__(list(model.parameters()) if params is None else params, lr, **options)
         require_numbers(self.defaults)
         self.analysis = analyzed(model, analysis, given(example_input), "pin")
@@ -265,7 +265,8 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _frozen(self) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
         """What is here of parameters with free skeleton weights, and where those are; kept as long as the state is."""
-        reshard(self.model)
+        if self._sharded:
+            reshard(self.model)
         self._held.require_same(type(self).__name__)
         require_gradients(self.model, self._parameters())
         tables = [choice.kept(self.state, p) for p in self._parameters()]

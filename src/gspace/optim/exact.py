@@ -33,7 +33,16 @@ from gspace.analysis import Analysis
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_finite
 from gspace.optim.choice import Chosen
-from gspace.optim.skeleton import NOT_TRAINED, Picked, by_edge, connected, largest_writers, skeleton_of, trained_units
+from gspace.optim.skeleton import (
+    NOT_TRAINED,
+    Picked,
+    by_edge,
+    connected,
+    largest_writers,
+    skeleton_of,
+    sorted_out,
+    trained_units,
+)
 from gspace.optim.step import Plan, scaled
 from gspace.sharding import weights_of
 
@@ -101,14 +110,8 @@ def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *
         "lie on no path from input to output": ~live & (in_edge < 0),
         "have no gain or incoming weight other than 0": in_edge < 0,
     }
-    usable, unused = torch.ones(n, dtype=torch.bool), []
-    for reason, found in reasons.items():
-        lost = int((found & usable)[1:].sum())
-        usable &= ~found
-        if lost:
-            unused.append(f"{lost} units {reason}")
+    usable, unused = sorted_out(reasons)
     unused += [f"{shared} {SHARED}"] if shared else []
-    usable[0] = True
     nothing = torch.zeros(n, dtype=torch.long)
     skeleton = skeleton_of(edges, Picked(in_edge, in_index, parent, nothing - 1, nothing, nothing), usable)
     return Chosen(replace(skeleton, unused=tuple(unused)), references[:, usable], final)

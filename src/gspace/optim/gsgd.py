@@ -11,11 +11,12 @@ from torch.optim.sgd import sgd
 from gspace.analysis import Analysis, Inputs
 from gspace.optim import fast
 from gspace.optim.arguments import number
-from gspace.optim.base import GSpaceOptimizer, capturing
+from gspace.optim.base import GSpaceOptimizer
 from gspace.optim.built import Built
 from gspace.optim.eager import Allocation, wide
 from gspace.optim.fast.network import Outcome
 from gspace.optim.held import require_finite_gradients
+from gspace.optim.hooks import capturing
 from gspace.optim.reference import Reference
 from gspace.optim.step import BatchNormRule, Number
 from gspace.sharding import local
@@ -181,8 +182,13 @@ class GSGD(GSpaceOptimizer):
     def _plain(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Plain SGD for what touches no unit, by torch itself."""
         active = [p for p in parameters if p.grad is not None]
-        if active:
-            plain_sgd(group, self.state, active, [p.grad for p in active if p.grad is not None])
+        for some in alike(active, self._sharded):
+            plain_sgd(group, self.state, some, [p.grad for p in some if p.grad is not None])
+
+
+def alike(parameters: list[Tensor], sharded: bool) -> list[list[Tensor]]:
+    """Lists of parameters that torch moves in one call: no plain tensors beside sharded ones, nor two meshes."""
+    return [[p] for p in parameters] if sharded else [parameters] if parameters else []
 
 
 def plain_sgd(

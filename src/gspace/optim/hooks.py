@@ -60,3 +60,8 @@ def step_within(optimizer: Optimizer) -> None:
         step()  # hooks of its own need the wrapper
     else:
         cast(Any, function).__wrapped__(optimizer)
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being recorded: nothing may be read from the device then."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -10,13 +10,13 @@ from torch.optim.optimizer import Optimizer
 
 from gspace.analysis import Analysis, Inputs
 from gspace.optim import fast
-from gspace.optim.base import GSpaceOptimizer, capturing
+from gspace.optim.base import GSpaceOptimizer
 from gspace.optim.built import Built
 from gspace.optim.choice import KEY
 from gspace.optim.eager import Allocation, wide
 from gspace.optim.fast.network import Outcome
 from gspace.optim.held import require_finite_gradients
-from gspace.optim.hooks import step_within
+from gspace.optim.hooks import capturing, step_within
 from gspace.optim.reference import Reference
 from gspace.optim.step import BatchNormRule
 

@@ -13,13 +13,40 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
-from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, connected, path_products, skeleton_values
+from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, by_edge, connected
 from gspace.sharding import weights_of
 
 Reference = Literal["one", "balanced"]
 Products = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 CHOICE: Mapping[Reference, Choice] = {"one": "aligned", "balanced": "pivoted"}
 FAR = 2.0  # a path value that is so many times another one is no small change of it
+
+
+def skeleton_values(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Values of in(u) and out(u), `(H + 1,)` float64 each, 1 for ground; differentiable."""
+    device = weights[next(iter(weights))].device if weights else torch.device("cpu")
+    result = []
+    for which, index in ((skeleton.in_edge, skeleton.in_index), (skeleton.out_edge, skeleton.out_index)):
+        units = by_edge(which.cpu(), len(skeleton.edges))
+        parts = [torch.ones(1, dtype=torch.float64, device=device)]
+        for e, some in zip(skeleton.edges, units, strict=True):
+            if len(some):
+                flat = weights[e.name].reshape(-1)
+                parts.append(flat[index[some].to(flat.device)].to(parts[0]))
+        at = torch.cat([which.new_zeros(1), *units]).argsort()  # ground first, then every unit once
+        result.append(torch.cat(parts)[at.to(device)])
+    return result[0], result[1]
+
+
+def path_products(value: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+    """log|Π| and sign of Π over the walk u → following(u) → … → ground of `value`, by pointer doubling.
+
+    With `value` = in(u) and `following` = parent this is I(u); with out(u) and child it is O(u).
+    """
+    log, sign, at = value.abs().log(), value.sign(), following.to(value.device)
+    while bool((at > 0).any()):
+        log, sign, at = log + log[at], sign * sign[at], at[at]
+    return log, sign
 
 
 def reference_of(model: nn.Module, analysis: Analysis) -> Reference:

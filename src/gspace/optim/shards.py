@@ -34,9 +34,10 @@ def reduce_of(weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64)
 
 def require_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
     """All of them are finite, on every process."""
-    doubt, reduce = doubt_of_gradients(model, parameters), reduce_of(dict(model.named_parameters()))
-    if isinstance(reduce, Together):
-        reduce.agree(doubt)
+    mine = list(parameters)
+    doubt = doubt_of_gradients(model, mine)
+    if any(map(is_sharded, mine)):
+        Together(meshes(dict(model.named_parameters())).widest, torch.float32).agree(doubt)
     elif doubt:
         raise RuntimeError(doubt)
 

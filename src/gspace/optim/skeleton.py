@@ -13,20 +13,20 @@ paper letter for letter (axes here are (out, in), there (in, out)).
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Edges, analyzed, magnitude, require_module
+from gspace.analysis import Analysis, Edges, magnitude, require_module
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
 from gspace.optim.arguments import require_finite
-from gspace.sharding import cut, local, shared, weights_of
+from gspace.sharding import weights_of
 
 Choice = Literal["aligned", "pivoted"]
 Side = Literal["head", "tail"]
-SIDES: tuple[Side, Side] = ("head", "tail")
+BLOCK = 1 << 18  # weights that are looked at together
 NOT_TRAINED = "touch a parameter that is not trained (frozen, or not in params=)"
 COEFFICIENTS = "scale with other coefficients than one (queries and keys, squares, gains written 1 + w)"
 ONLY_ZEROS = "have skeleton weights of 0 (in the first weight that writes them or the last that reads them)"
@@ -100,26 +100,32 @@ def build_skeleton(
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
     edges, n = analysis.transparent, analysis.H_paper + 1
     live = connected(edges, n)
-    in_edge, out_edge = _choose(edges, live, "head"), _choose(edges, live, "tail")
+    in_edge, out_edge = first_edges(edges, live, "head"), first_edges(edges, live, "tail")
     x = None
     if choice == "pivoted":
         x = (balanced_log_scales(edges, weights, n) if balanced is None else balanced).cpu()
-    in_index, in_size, parent = _pick(edges, weights, live, in_edge, "head", x)
-    out_index, out_size, child = _pick(edges, weights, live, out_edge, "tail", x)
+    in_index, in_size, parent = pick(edges, weights, live, in_edge, "head", x)
+    out_index, out_size, child = pick(edges, weights, live, out_edge, "tail", x)
     reasons = {
         NOT_TRAINED: ~trained_units(edges, trained, n),
         "lie on no path from input to output": ~live,
         ONLY_ZEROS: (in_size == 0) | (out_size == 0),
     }
-    usable = torch.ones(n, dtype=torch.bool)
-    unused = [f"{analysis.special} units {COEFFICIENTS}"] if analysis.special else []
+    usable, unused = sorted_out(reasons)
+    special = [f"{analysis.special} units {COEFFICIENTS}"] if analysis.special else []
+    picked = Picked(in_edge, in_index, parent, out_edge, out_index, child)
+    return skeleton_of(edges, picked, usable, (*special, *unused))
+
+
+def sorted_out(reasons: Mapping[str, Tensor]) -> tuple[Tensor, list[str]]:
+    """Units for which none of the reasons holds, `(n,)` bool, and how many each of them takes away; ground is True."""
+    usable, unused = torch.ones_like(next(iter(reasons.values()))), []
     for reason, found in reasons.items():
         lost = int((found & usable)[1:].sum())
         usable &= ~found
-        if lost:
-            unused.append(f"{lost} units {reason}")
-    picked = Picked(in_edge, in_index, parent, out_edge, out_index, child)
-    return skeleton_of(edges, picked, usable, tuple(unused))
+        unused += [f"{lost} units {reason}"] * (lost > 0)
+    usable[0] = True
+    return usable, unused
 
 
 class Picked(NamedTuple):
@@ -135,8 +141,7 @@ class Picked(NamedTuple):
 
 def skeleton_of(edges: Sequence[Edges], picked: Picked, usable: Tensor, unused: tuple[str, ...] = ()) -> Skeleton:
     """The skeleton of the units that are `usable`, `(n,)`; they are numbered anew, and all others are ground."""
-    usable = usable.clone()
-    usable[0] = True
+    usable = usable.index_fill(0, torch.tensor([0]), True)
     number = torch.where(usable, usable.cumsum(0) - 1, 0)
     kept = usable.nonzero()[:, 0]
     in_edge, in_index, parent, out_edge, out_index, child = (x[kept] for x in picked)
@@ -172,14 +177,14 @@ def connected(edges: Sequence[Edges], n: int) -> Tensor:
     """Units from which a walk leads up to ground and one down to ground, `(n,)` bool; ground is True."""
     live = torch.ones(n, dtype=torch.bool)
     while True:
-        found = (_choose(edges, live, "head") >= 0) & (_choose(edges, live, "tail") >= 0)
+        found = (first_edges(edges, live, "head") >= 0) & (first_edges(edges, live, "tail") >= 0)
         found[0] = True
         if torch.equal(found, live):
             return live
         live = found
 
 
-def _choose(edges: Sequence[Edges], live: Tensor, side: Side) -> Tensor:
+def first_edges(edges: Sequence[Edges], live: Tensor, side: Side) -> Tensor:
     """Which of `edges` takes each live unit a step nearer to ground; −1 where none does.
 
     For the side "head" that is the first that writes it, for "tail" the last that reads it, of those whose other end is
@@ -224,7 +229,7 @@ def largest_writers(
     number = torch.where(wanted, torch.arange(n), 0)
     bare = [replace(e, head=number[e.head], tail=number[e.tail]) for e in edges]
     live = torch.ones(n, dtype=torch.bool)
-    chosen = _choose(bare, live, "head")
+    chosen = first_edges(bare, live, "head")
     edge, index, other = torch.full((n,), -1), torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.long)
     for k in place.argsort(stable=True).tolist():
         e, here = edges[k], bare[k].head
@@ -266,7 +271,7 @@ def _middle(ids: Tensor) -> Tensor:
     return before == often // 2
 
 
-def _pick(
+def pick(
     edges: Sequence[Edges],
     weights: Mapping[str, Tensor],
     live: Tensor,
@@ -317,14 +322,17 @@ def _largest(e: Edges, weight: Tensor, factor: Tensor, side: Side) -> tuple[Tens
 
     `factor` is of the other end, `(group, m)`.
     """
-    view = e.view(magnitude(weight) if weight.is_complex() else weight.abs()).cpu()
-    view = view.reshape(*view.shape[:3], math.prod(view.shape[3:]))
-    sizes, taps = view.max(3) if view.shape[3] > 1 else (view[..., 0], None)
-    dim = 2 if side == "head" else 1
-    best, end = (sizes * factor.unsqueeze(3 - dim)).max(dim)
-    if taps is None:
-        return best, end, torch.zeros_like(end)
-    return best, end, taps.gather(dim, end.unsqueeze(dim)).squeeze(dim)
+    view = e.view(weight).flatten(3) if e.view(weight).dim() > 3 else e.view(weight).unsqueeze(3)
+    dim, kept = (2, 1) if side == "head" else (1, 2)
+    found = []
+    for some in view.split(max(1, BLOCK * view.shape[kept] // max(1, view.numel())), kept):
+        sizes = (magnitude(some) if some.is_complex() else some.abs()).cpu()
+        sizes, taps = sizes.max(3) if sizes.shape[3] > 1 else (sizes[..., 0], None)
+        best, end = (sizes * factor.unsqueeze(kept)).max(dim)
+        tap = torch.zeros_like(end) if taps is None else taps.gather(dim, end.unsqueeze(dim)).squeeze(dim)
+        found.append((best, end, tap))
+    best, end, tap = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    return best, end, tap
 
 
 def flat_index(e: Edges, shape: torch.Size, group: Tensor, out: Tensor, into: Tensor, tap: Tensor) -> Tensor:
@@ -344,83 +352,3 @@ def _best_place(ids: Tensor, value: Tensor) -> Tensor:
     place = torch.arange(best.numel())
     first = torch.full((n,), best.numel()).scatter_reduce(0, ids.reshape(-1)[best], place[best], "amin")
     return (first[ids.reshape(-1)] == place).reshape(ids.shape)
-
-
-# Values ---------------------------------------------------------------------------------------------------------------
-
-
-def skeleton_values(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Values of in(u) and out(u), `(H + 1,)` float64 each, 1 for ground; differentiable."""
-    device = weights[next(iter(weights))].device if weights else torch.device("cpu")
-    result = []
-    for which, index in ((skeleton.in_edge, skeleton.in_index), (skeleton.out_edge, skeleton.out_index)):
-        units = by_edge(which.cpu(), len(skeleton.edges))
-        parts = [torch.ones(1, dtype=torch.float64, device=device)]
-        for e, some in zip(skeleton.edges, units, strict=True):
-            if len(some):
-                flat = weights[e.name].reshape(-1)
-                parts.append(flat[index[some].to(flat.device)].to(parts[0]))
-        at = torch.cat([which.new_zeros(1), *units]).argsort()  # ground first, then every unit once
-        result.append(torch.cat(parts)[at.to(device)])
-    return result[0], result[1]
-
-
-def path_products(value: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-    """log|Π| and sign of Π over the walk u → following(u) → … → ground of `value`, by pointer doubling.
-
-    With `value` = in(u) and `following` = parent this is I(u); with out(u) and child it is O(u).
-    """
-    log, sign, at = value.abs().log(), value.sign(), following.to(value.device)
-    while bool((at > 0).any()):
-        log, sign, at = log + log[at], sign * sign[at], at[at]
-    return log, sign
-
-
-def init_skeleton_(
-    model: nn.Module,
-    sign: Literal["positive", "random"] = "positive",
-    generator: torch.Generator | None = None,
-    *,
-    analysis: Analysis | None = None,
-    **options: Any,
-) -> nn.Module:
-    """The paper's initialisation: every aligned skeleton weight becomes 1 (or ±1 at random), in place.
-
-    This changes the function of the network; it is meant for training from scratch. Units whose aligned weight is 0
-    receive their skeleton too.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False))
-    >>> init_skeleton_(model)[0].weight.diagonal().tolist()
-    [1.0, 1.0]
-    """
-    if sign not in ("positive", "random"):
-        raise ValueError(f"sign must be 'positive' or 'random', got {sign!r}")
-    found = analyzed(model, analysis, options, "pin")
-    require_finite(model)
-    _set_skeleton_(model, found, sign, generator)
-    return model
-
-
-@on_cpu
-def _set_skeleton_(model: nn.Module, found: Analysis, sign: str, generator: torch.Generator | None) -> None:
-    parameters, weights = dict(model.named_parameters()), weights_of(model)
-    edges, n = found.transparent, found.H_paper + 1
-    live = connected(edges, n)
-    marks: dict[str, Tensor] = {}
-    for side in SIDES:
-        chosen = _choose(edges, live, side)
-        index, _, _ = _pick(edges, weights, live, chosen, side, None)
-        for k, e in enumerate(edges):
-            units = ((chosen == k) & (torch.arange(n) > 0)).nonzero()[:, 0]
-            if len(units) and parameters[e.name].requires_grad:
-                marks.setdefault(e.name, torch.zeros(parameters[e.name].numel(), dtype=torch.bool))[index[units]] = True
-    with torch.no_grad():
-        for name, mark in marks.items():
-            w = parameters[name]
-            ones = torch.ones(int(mark.sum()), dtype=w.dtype)
-            if sign == "random":
-                ones = shared(parameters, ones * (torch.randint(2, ones.shape, generator=generator) * 2 - 1))
-            signs = torch.zeros(w.shape, dtype=w.dtype)
-            signs.view(-1)[mark] = ones
-            here = cut(signs, w).to(w.device)
-            local(w).copy_(torch.where(here != 0, here, local(w)))
