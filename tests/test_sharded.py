@@ -36,6 +36,12 @@ EXAMPLES = str(Path(__file__).parent.parent / "examples")
 EVERY = [name for name in sharded.OPTIMIZERS if name.partition("-")[2] in ("", "momentum", "sgd")]
 
 
+@pytest.fixture(autouse=True)
+def _needs(request: pytest.FixtureRequest) -> None:
+    if "llama" in request.node.name:
+        pytest.importorskip("transformers")
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
     with running(2, EXAMPLES) as ranks:
