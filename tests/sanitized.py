@@ -47,10 +47,11 @@ def compared(seed: int) -> float | None:
     with torch.no_grad():
         for p in model.parameters():
             p.normal_()
-    options = {**OPTIONS[seed % len(OPTIONS)], "residual": drawn.residual}
+    options = OPTIONS[seed % len(OPTIONS)]
     example = drawn.inputs(0).to(next(model.parameters()).dtype)
+    analysis = gspace.analyze(model, example, residual=drawn.residual)
     pair = [
-        gspace.GSGD(m, 0.05, example_input=example, foreach=flag, **options)
+        gspace.GSGD(m, 0.05, analysis=analysis, foreach=flag, **options)
         for m, flag in ((model, False), (copy.deepcopy(model), None))
     ]
     task = pair[1].task(pair[1]._current())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -412,3 +412,17 @@ def test_a_state_taken_before_the_first_step_starts_over(kind: Kind) -> None:
     train(two, second, batches(5))
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_a_state_of_another_shape_does_not_reach_a_fused_step(name: str) -> None:
+    """torch's fused AdamW writes behind it and ends the process."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+    optimizer = gspace.InGSpace(model, torch.optim.AdamW, lr=1e-3, fused=True)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = deepcopy(optimizer.state_dict())
+    state["state"][0][name] = torch.zeros(3)
+    with pytest.raises(ValueError, match=f"damaged: {name} has another shape"):
+        optimizer.load_state_dict(state)
+    optimizer.step()

@@ -65,7 +65,13 @@ def needed(name: str, found: dict[str, Distribution] | None = None) -> dict[str,
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"gspace", "gspace_command.py", wheel.name[:-17] + ".dist-info"}
-    assert {Path(name).suffix for name in names if name.startswith("gspace/")} == {".py", ".c", ".css", ".typed"}
+    assert {Path(name).suffix for name in names if name.startswith("gspace/")} == {
+        ".py",
+        ".c",
+        ".css",
+        ".json",
+        ".typed",
+    }
     assert {"gspace/optim/fast/kernels.c", "gspace/py.typed", "gspace/lab/page.css"} <= set(names)
     assert wheel.stat().st_size < 1e6
 

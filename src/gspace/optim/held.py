@@ -77,6 +77,15 @@ def portable(optimizer: Optimizer, *alone: str) -> State:
     return {k: v for k, v in vars(optimizer).items() if k not in skipped and not k.startswith("_optimizer_")}
 
 
+def _require_shapes(optimizer: Optimizer) -> None:
+    """torch's fused steps read and write as many numbers as a parameter has, whatever the state has."""
+    for group in optimizer.param_groups:
+        for p in group["params"] if group.get("fused") else ():
+            for name, t in optimizer.state.get(p, {}).items():
+                if name not in ("step", "skeleton") and isinstance(t, Tensor) and t.shape != p.shape:
+                    raise ValueError(f"this state is damaged: {name} has another shape than its parameter")
+
+
 def load_whole(
     optimizer: Optimizer,
     torchs: Callable[[State], None],
@@ -106,6 +115,7 @@ def load_whole(
         ids = (i for group in found[0]["param_groups"] for i in group["params"])
         for p, i in zip(mine, ids, strict=True):
             _keep_width(p, found[0]["state"].get(i, {}), optimizer.state, exact)
+        _require_shapes(optimizer)
         check(found[0])
     except Exception as error:
         hook.remove()
