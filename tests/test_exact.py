@@ -301,3 +301,37 @@ def test_a_saved_state_goes_on(network: str) -> None:
 def test_what_it_has_no_use_for_is_refused(options: Any) -> None:
     with pytest.raises(ValueError, match="has coordinates of its own"):
         gspace.GSGD(zoo.mlp(3, 4, 2), 0.1, **options, **EXACT)
+
+
+class Attending(nn.Module):
+    """Rows before a BatchNorm beside scales that are no units: queries and keys, a gate with two scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 12, 3, padding=1, groups=3), nn.BatchNorm1d(12, eps=1e-30)
+        self.attend = nn.MultiheadAttention(12, 3, batch_first=True)
+        self.gate, self.up, self.down = nn.Linear(12, 20), nn.Linear(12, 20, bias=False), nn.Linear(20, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.norm(self.conv(x))).transpose(1, 2)
+        h = self.attend(h, h, h, need_weights=False)[0]
+        return self.down(torch.relu(self.gate(h)) * self.up(h)).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot use all units")
+def test_exact_beside_attention_and_gates() -> None:
+    """It counted ids of linear forms as units. These stay in plain coordinates."""
+    torch.manual_seed(0)
+    model, x = Attending().double(), torch.randn(8, 3, 9).double()
+    analysis = gspace.analyze(model, x, residual="pin")
+    assert analysis.forms
+    optimizer = gspace.InGSpace(model, torch.optim.SGD, lr=0.01, analysis=analysis, batch_norm="exact")
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gspace.analysis import Analysis
+from gspace.analysis.result import plain
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_finite
 from gspace.optim.choice import Chosen
@@ -52,8 +53,8 @@ SHARED = "rows before a norm share their scale with other weights"
 @on_cpu
 def view(analysis: Analysis) -> Analysis:
     """The exact view in place of the transparent one; absorbed rows are ground."""
-    H = analysis.H
-    edges = tuple(replace(e, head=e.head * (e.head <= H), tail=e.tail * (e.tail <= H)) for e in analysis.edges)
+    H, found = analysis.H, plain(analysis.edges, analysis.forms)
+    edges = tuple(replace(e, head=e.head * (e.head <= H), tail=e.tail * (e.tail <= H)) for e in found)
     return replace(analysis, transparent=edges, H_paper=H)
 
 
@@ -63,15 +64,15 @@ def absorbed_rows(analysis: Analysis, dims: Mapping[str, int]) -> tuple[dict[str
 
     A row has a sphere of its own if no other row has the same scale and no column reads it. Biases count for nothing.
     """
-    n = 1 + analysis.H + analysis.H_absorbed
+    n, edges = 1 + analysis.H + analysis.H_absorbed, plain(analysis.edges, analysis.forms)
     written, read = torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.bool)
-    for e in analysis.edges:
+    for e in edges:
         read[e.tail.reshape(-1)] = True
         if dims[e.name] > 1:
             written += torch.bincount(e.head.reshape(-1), minlength=n)
     own = (written == 1) & ~read
     own[: 1 + analysis.H] = False
-    masks = {e.name: own[e.head] for e in analysis.edges if bool(own[e.head].any())}
+    masks = {e.name: own[e.head] for e in edges if bool(own[e.head].any())}
     return masks, int((~own[1 + analysis.H :]).sum())
 
 
