@@ -1,10 +1,12 @@
 """What a step costs several processes: collectives and bytes, counted, and throughput beside one process.
 
     python benchmarks/ranks.py --out results/ranks.json       # some minutes: processes with gloo on this machine
-    python benchmarks/ranks.py --table docs/scale.md          # writes the tables from that record
+    python benchmarks/ranks.py --gpu results/ranks-gpu.json   # seconds, on a machine with one
+    python benchmarks/ranks.py --table docs/scale.md          # writes the tables from those records
 
 Counts are of MLPs that FSDP2 shards, in their first step, which chooses the skeleton, and in a later one. Times are of
-whole iterations, the optimizers in turn, `ROUNDS` times; what is compared ran in the same processes.
+whole iterations, the optimizers in turn, `ROUNDS` times; what is compared ran in the same processes. On a GPU a later
+step is counted, in one process, sharded (with NCCL) and not.
 """
 
 import argparse
@@ -163,6 +165,56 @@ def record() -> dict[str, Any]:
     return {"command": "python benchmarks/ranks.py", **machine, **settings, **found}
 
 
+# One GPU --------------------------------------------------------------------------------------------------------------
+
+STEPPED: dict[str, Make] = {"SGD": PAIRS["GSGD"][0], "AdamW": PAIRS["InGSpace(AdamW)"][0], **COUNTED}
+
+
+def launched(network: str, way: str, optimizer: str, device: str) -> dict[str, Any]:
+    """What a step launches and sends, the bytes of the tensors it is about, and what it needs besides."""
+    model, analysis = mlp(WIDTHS[network])
+    model = shard(model.to(device)) if way == "FSDP2" else model.to(device)
+    made = STEPPED[optimizer](model, analysis)
+    for _ in range(3):
+        made.zero_grad()
+        model(torch.randn(8, WIDTHS[network][0], device=device)).square().mean().backward()
+        made.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    with Collectives() as sent:
+        made.step()
+    spare = torch.cuda.max_memory_allocated() - held
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        made.step()
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    copies = sum(name.startswith(("Memcpy", "Memset")) for name in names)
+    tensors = {
+        "weights_bytes": list(model.parameters()),
+        "gradients_bytes": [p.grad for p in model.parameters()],
+        "state_bytes": [t for t in tree_leaves(list(made.state.values())) if isinstance(t, Tensor)],
+    }
+    row = {"network": network, "way": way, "optimizer": optimizer, "m": analysis.m, "H": analysis.H}
+    row |= {"kernels": len(names) - copies, "copies": copies, "spare_bytes": spare}
+    row |= {"sent": dict(sorted(Counter(sent.names).items())), "sent_bytes": sent.bytes}
+    return row | {key: _bytes(value) for key, value in tensors.items()}
+
+
+def gpu_record(device: str = "cuda") -> dict[str, Any]:
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    cases = [(network, name) for network in WIDTHS for name in STEPPED if network == "narrow" or name == "GSGD"]
+    rows = [launched(network, way, name, device) for network, name in cases for way in ("one process", "FSDP2")]
+    dist.destroy_process_group()
+    return {
+        "command": "python benchmarks/ranks.py --gpu",
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "counts": rows,
+    }
+
+
 # The page -------------------------------------------------------------------------------------------------------------
 
 
@@ -200,10 +252,35 @@ def _over(seconds: list[float], plain: list[float]) -> str:
     return f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
-def page(text: str, found: dict[str, Any]) -> str:
+def gpu_table(found: dict[str, Any]) -> list[str]:
+    """Nothing where no GPU was counted."""
+    if not found:
+        return []
+    where = f"On one {found['device']} (torch {found['torch']})"
+    lines = [
+        f"{where}, a later step with whole parameters and with FSDP2 and NCCL in one process. Copies are those by the"
+    ]
+    lines += ['driver (memcpy, memset), "more" is the memory that a step takes besides its tensors and gives back.', ""]
+    lines.append(
+        "| network | m | H | way | optimizer | kernels | copies | sent, bytes | weights, gradients, state | more |"
+    )
+    lines.append("|---|---:|---:|---|---|---:|---:|---|---|---:|")
+    for row in found["counts"]:
+        cells = [row["network"], f"{row['m']:,}", *(row[key] for key in "H way optimizer kernels copies".split())]
+        cells.append(f"{_said(row['sent'])}, {row['sent_bytes']:,}" if row["sent"] else "nothing")
+        cells.append(", ".join(f"{row[f'{key}_bytes']:,}" for key in ("weights", "gradients", "state")))
+        lines.append("| " + " | ".join(map(str, [*cells, f"{row['spare_bytes']:,}"])) + " |")
+    return lines
+
+
+def page(text: str, results: Path) -> str:
     """The page with its tables written anew."""
-    for name, lines in (("counts", counts_table(found)), ("times", times_table(found))):
-        block = f"<!-- ranks: {name} -->\n" + "\n".join(lines) + "\n<!-- end -->"
+    found, gpu = (
+        json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        for file in (results / "ranks.json", results / "ranks-gpu.json")
+    )
+    for name, lines in (("counts", counts_table(found)), ("times", times_table(found)), ("gpu", gpu_table(gpu))):
+        block = "\n".join([f"<!-- ranks: {name} -->", *lines, "<!-- end -->"])
         text = re.sub(rf"<!-- ranks: {name} -->\n.*?<!-- end -->", lambda _, b=block: b, text, flags=re.DOTALL)
     return text
 
@@ -211,13 +288,16 @@ def page(text: str, found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="measure, and write the record there")
-    parser.add_argument("--table", type=Path, help="write the tables of this page from results/ranks.json")
+    parser.add_argument("--gpu", type=Path, help="count on a GPU, and write the record there")
+    parser.add_argument("--table", type=Path, help="write the tables of this page from the records in results")
     args = parser.parse_args()
     if args.out:
         args.out.write_text(json.dumps(record(), indent=1) + "\n", encoding="utf-8")
+    if args.gpu:
+        args.gpu.write_text(json.dumps(gpu_record(), indent=1) + "\n", encoding="utf-8")
     if args.table:
-        found = json.loads((Path(__file__).parents[1] / "results" / "ranks.json").read_text(encoding="utf-8"))
-        args.table.write_text(page(args.table.read_text(encoding="utf-8"), found), encoding="utf-8")
+        results = Path(__file__).parents[1] / "results"
+        args.table.write_text(page(args.table.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":

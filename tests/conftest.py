@@ -7,9 +7,13 @@ import pytest
 import torch
 from hypothesis import settings
 
+import vision
+
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+
+vision.declare()  # before anything imports transformers or timm
 
 settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
 settings.register_profile("many", settings.get_profile("few"), max_examples=250)  # make test-all

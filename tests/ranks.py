@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import vision
+
 SECONDS = 120  # for one call: a collective that not all ranks enter would wait for ever
 PATIENCE = 10  # seconds for all others, when one has raised
 
@@ -93,6 +95,7 @@ def _serve(rank: int, size: int, port: int, path: list[str], pipe: Connection) -
     os.environ.update(torchruns, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    vision.declare()
     while True:
         function, args = pipe.recv()
         try:

@@ -28,6 +28,7 @@ class Network:
         blocks: Names of the modules that FSDP2 gathers one by one.
         plan: How tensor parallelism divides it.
         joint: Whether all ranks take the same batch: what BatchNorm does depends on it.
+        idle: Parameters that BatchNorm takes out again. Their gradient is 0 but for rounding.
     """
 
     make: Callable[[], nn.Module]
@@ -35,6 +36,7 @@ class Network:
     blocks: tuple[str, ...]
     plan: dict[str, str]
     joint: bool = False
+    idle: tuple[str, ...] = ()
 
 
 def mlp() -> nn.Module:
@@ -73,7 +75,7 @@ _PARTS = {f"{part}_proj": "columns" for part in ("q", "k", "v", "gate", "up")} |
 _LAYER = {("mlp." if part[0] in "gud" else "self_attn.") + part: how for part, how in _PARTS.items()}
 NETWORKS = {
     "mlp": Network(mlp, _vectors, ("0", "2"), {"0": "columns", "2": "rows"}),
-    "cnn": Network(cnn, _images, ("0", "3"), {}, joint=True),
+    "cnn": Network(cnn, _images, ("0", "3"), {}, joint=True, idle=("3.bias",)),
     "llama": Network(
         llama,
         _tokens,
@@ -205,12 +207,26 @@ def train(model: nn.Module, optimizer: Optimizer, name: str, steps: int, way: st
 
 
 def gap(name: str, way: str, optimizer: str, dtype: torch.dtype, steps: int = 40) -> float:
-    """How far training on divided parameters is from training in one process on the joined batch, at most."""
+    """How far training on divided parameters is from training in one process on the joined batch, at most.
+
+    AdamW in float32 makes steps as long as any other of a gradient that is rounding alone: a bias before BatchNorm goes
+    where that takes it. It is left out there, and what the networks compute in training is compared instead.
+    """
     model, analysis = make(name, dtype)
-    one = deepcopy(model)
+    one, start = deepcopy(model), whole(model)
     divide(model, name, way)
     train(model, OPTIMIZERS[optimizer](model, analysis), name, steps, way)
     train(one, OPTIMIZERS[optimizer](one, analysis), name, steps)
-    moved = max(float((a - b).abs().max()) for a, b in zip(whole(one), whole(make(name, dtype)[0]), strict=True))
-    assert moved > 1e-3, "nothing was trained"
-    return max(float((a - b).abs().max()) for a, b in zip(whole(model), whole(one), strict=True))
+    assert apart(whole(one), start) > 1e-3, "nothing was trained"
+    noise = NETWORKS[name].idle if (optimizer, dtype) == ("adamw", torch.float32) else ()
+    kept = [key not in noise for key, _ in one.named_parameters()]
+    found, wanted = ([p for p, keep in zip(whole(net), kept, strict=True) if keep] for net in (model, one))
+    if noise:
+        assert all(float(one.get_parameter(key).grad.abs().max()) < 1e-7 for key in noise)
+        x, _ = NETWORKS[name].batch(dtype)
+        found, wanted = [*found, outputs(model, x).detach()], [*wanted, outputs(one, x).detach()]
+    return apart(found, wanted)
+
+
+def apart(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))

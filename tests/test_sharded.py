@@ -4,7 +4,6 @@ Two processes serve all tests of the default run; four are slow to start, and se
 """
 
 import importlib
-import json
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from itertools import pairwise
@@ -79,21 +78,40 @@ def require_small(gaps: list[float], bound: float) -> None:
     assert len(set(gaps)) == 1, "ranks have other weights"
 
 
-def _turns(case: tuple[str, str, str]) -> Any:
+LONG = [("llama", "fsdp", "gsgd-momentum"), ("llama", "tensor", "adamw")]
+REST = [("llama", "fsdp", "adamw"), ("llama", "tensor", "gsgd-momentum")]
+
+
+def _turns(cases: list[tuple[str, str, str]], slow: list[tuple[str, str, str]]) -> Any:
     """A Llama takes seconds: of its four cases two have their turn."""
-    slow = case in (("llama", "fsdp", "gsgd-momentum"), ("llama", "tensor", "adamw"))
-    return pytest.param(*case, marks=pytest.mark.slow if slow else ())
+    marked = [pytest.param(*case, marks=pytest.mark.slow if case in slow else ()) for case in cases]
+    return pytest.mark.parametrize(("name", "way", "optimizer"), marked)
 
 
-@pytest.mark.parametrize(("name", "way", "optimizer"), [_turns(case) for case in STEPS + OPTIONS])
+@_turns(STEPS + OPTIONS, LONG)
 def test_two_ranks_train_like_one(two: Ranks, name: str, way: str, optimizer: str) -> None:
     require_small(two(sharded.gap, name, way, optimizer, torch.float64), 1e-9)
 
 
-@pytest.mark.parametrize("way", ["fsdp", "tensor"])
-@pytest.mark.parametrize("optimizer", ["gsgd-momentum", "adamw"])
-def test_two_ranks_train_like_one_in_float32(two: Ranks, way: str, optimizer: str) -> None:
-    require_small(two(sharded.gap, "mlp", way, optimizer, torch.float32), 1e-5)
+@_turns(STEPS, REST)
+def test_two_ranks_train_like_one_in_float32(two: Ranks, name: str, way: str, optimizer: str) -> None:
+    require_small(two(sharded.gap, name, way, optimizer, torch.float32), 1e-5)
+
+
+def test_adamw_takes_a_bias_before_batchnorm_where_rounding_does() -> None:
+    """Why `gap` leaves it out: the same in torch's own AdamW, in one process, of weights that are a rounding apart."""
+    plain, moved = (sharded.make("cnn", torch.float32)[0] for _ in range(2))
+    with torch.no_grad():
+        for p in moved.parameters():
+            p.mul_(1 + 1e-7 * torch.rand_like(p).sub_(0.5).sign_())
+    for net in (plain, moved):
+        sharded.train(net, torch.optim.AdamW(net.parameters(), 3e-3), "cnn", 40)
+    for (name, p), q in zip(plain.named_parameters(), moved.parameters(), strict=True):
+        gap = sharded.apart([p.detach()], [q.detach()])
+        assert gap > 1e-4 if name == "3.bias" else gap < 1e-5, name
+    with torch.no_grad():
+        x, _ = sharded.NETWORKS["cnn"].batch(torch.float32)
+        assert sharded.apart([plain(x)], [moved(x)]) < 1e-5
 
 
 def test_forward_passes_in_lower_precision_change_no_more_than_that(two: Ranks) -> None:
@@ -101,10 +119,14 @@ def test_forward_passes_in_lower_precision_change_no_more_than_that(two: Ranks) 
     require_small(two(sharded.gap, "mlp", "mixed", "adamw", torch.float64), 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "way", "optimizer"), STEPS + COPIES)
+@_turns(STEPS + COPIES, STEPS + COPIES)
 def test_four_ranks_train_like_one(four: Ranks, name: str, way: str, optimizer: str) -> None:
     require_small(four(sharded.gap, name, way, optimizer, torch.float64), 1e-9)
+
+
+@_turns(STEPS, STEPS)
+def test_four_ranks_train_like_one_in_float32(four: Ranks, name: str, way: str, optimizer: str) -> None:
+    require_small(four(sharded.gap, name, way, optimizer, torch.float32), 1e-5)
 
 
 # What crosses ranks ---------------------------------------------------------------------------------------------------
@@ -409,8 +431,7 @@ def test_ranks_that_start_apart_end_equal_and_go_on_from_a_checkpoint(two: Ranks
 def test_the_page_is_that_of_its_record() -> None:
     root = Path(EXAMPLES).parent
     text = (root / "docs" / "scale.md").read_text(encoding="utf-8")
-    found = json.loads((root / "results" / "ranks.json").read_text(encoding="utf-8"))
-    assert page(text, found) == text, "python benchmarks/ranks.py --table docs/scale.md"
+    assert page(text, root / "results") == text, "python benchmarks/ranks.py --table docs/scale.md"
     assert all(path.name in text for path in Path(EXAMPLES).glob("*.py"))
 
 

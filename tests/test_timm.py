@@ -161,6 +161,7 @@ def build(case: Classifier) -> nn.Module:
     return randomize_(timm.create_model(case.name, pretrained=False, **options), 0).double()
 
 
+@pytest.mark.slow
 @every_classifier
 def test_units_are_kept_or_gained(case: Classifier) -> None:
     """And a draw of all of them moves no output; 1e-9 because BatchNorm amplifies rounding in deep networks."""
