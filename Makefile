@@ -30,7 +30,7 @@ test-all: test
 # What `make test` leaves out: tests marked slow, and random networks by the hundred. The plugin of hypothesis marks its
 # tests by its name.
 test-rest: $(MORE)
-	$(BIN)/python -m pytest -n $(JOBS) -m 'slow or hypothesis' --hypothesis-profile=many
+	$(BIN)/python -m pytest -n $(JOBS) -m 'slow or hypothesis' --hypothesis-profile=many -rs
 
 demo: $(READY)
 	$(BIN)/gspace demo

@@ -64,6 +64,6 @@ def test_a_deep_network_resumes_to_the_bit(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "depth"), zip(SETTINGS, (10, 12, 10, 12, 12), strict=True))
+@pytest.mark.parametrize(("name", "depth"), list(zip(SETTINGS, (10, 12, 10, 12, 12), strict=True)))
 def test_a_deep_network_resumes_to_the_bit_after_8000_steps(name: str, depth: int) -> None:
     resumed(depth, SETTINGS[name], 8000, 1000)

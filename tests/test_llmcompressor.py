@@ -15,7 +15,7 @@ from gspace.quantization import awq, smoothquant
 from huggingface import DECODER, VOCABULARY, text
 
 pytestmark = pytest.mark.slow
-llmcompressor = pytest.importorskip("llmcompressor")
+llmcompressor = pytest.importorskip("llmcompressor", reason="llm-compressor wants other versions of transformers")
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 8}
