@@ -201,10 +201,11 @@ class Analysis:
             "",
             f"m = {self.m:,} weights   H = {self.H:,} units   m − H = {self.dim:,}   H/m = {self.invariant_ratio:.3g}",
         ]
-        if self.H_absorbed or self.H_paper != self.H:
+        if self.H_absorbed:
+            lines.append(f"norms absorb {self.H_absorbed:,} more, up to their ε")
+        if self.H_paper != self.H:
             lines.append(
-                f"norms absorb {self.H_absorbed:,} more as ε → 0; {self.H_paper:,} units in the view of the paper, "
-                "where BatchNorm is ignored"
+                f"{self.H_paper:,} units in the paper's view: BatchNorm is ignored, and all coefficients are one"
             )
         if self.pinned:
             lines += ["", "pinned:"] + [f"  {pin}" for pin in _folded_pins(self.pinned)]

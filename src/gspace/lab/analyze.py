@@ -88,7 +88,9 @@ def _analysis(model: nn.Module, inputs: tuple[Tensor, ...], args: argparse.Names
     except gspace.TraceError as error:
         if inputs or "example_input" not in str(error):
             raise
-        raise gspace.TraceError(f"{str(error).rstrip('.')}. On the command line, --input-shape gives one.") from error
+        raise gspace.TraceError(
+            f"{str(error).rstrip('.')}. On the command line, --input-shape gives one, once per input."
+        ) from error
 
 
 def _sentence(units: int, changes: dict[str, float], exact: bool) -> str:

@@ -194,7 +194,7 @@ def warn_of_unused(skeleton: Skeleton, owner: str, stacklevel: int) -> None:
     if skeleton.unused:
         warnings.warn(
             f"{owner} cannot use all units of this model: {'; '.join(skeleton.unused)}. Their weights are trained in "
-            "plain coordinates; rechoose() looks again.",
+            "plain coordinates, where their scale matters.",
             UserWarning,
             stacklevel=stacklevel + 1,
         )
