@@ -32,12 +32,12 @@ from torch import Tensor, nn
 
 from gspace import GSGD
 from gspace.lab.data import load
+from gspace.lab.experiments import G_SGD, HELD, cifar
 from gspace.lab.learners import initial_model, loss_and_errors
 from gspace.lab.optimizers import build_optimizer, symmetry
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import environment
 from gspace.lab.seeds import derive
-from gspace.lab.settings import G_SGD, HELD, cifar
 from gspace.lab.transform import Feed, epoch_rows, feed
 from gspace.optim.coordinates import Coordinates, coordinates, off_skeleton
 from gspace.optim.reference import products

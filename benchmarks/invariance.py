@@ -49,8 +49,8 @@ SHAPE, CLASSES = (1, 8, 8), 10
 NETWORKS: Mapping[str, Network] = {
     "MLP 64-64-64-10": Network(partial(models.mlp, SHAPE, CLASSES, (64, 64))),
     "CNN": Network(partial(models.cnn, SHAPE, CLASSES, 8)),
-    "ResNet-10": Network(lambda: without_norm(models.resnet(SHAPE, CLASSES, 8, depth=10)), "tie"),
-    "ResNet-10, BatchNorm": Network(partial(models.resnet, SHAPE, CLASSES, 8, depth=10), "tie"),
+    "ResNet-10": Network(lambda: without_norm(models.build_model("resnet-10", SHAPE, CLASSES, width=8)), "tie"),
+    "ResNet-10, BatchNorm": Network(partial(models.build_model, "resnet-10", SHAPE, CLASSES, width=8), "tie"),
 }
 
 

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 from gspace.lab.cells import Method, seeds
+from gspace.lab.experiments import FASHION, G_SGD, SGD
+from gspace.lab.learners import largest_stack
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Line, environment
-from gspace.lab.settings import FASHION, G_SGD, SGD
-from gspace.lab.stacked import largest_stack
 from gspace.lab.train import train, train_many
 
 SEEDS = 5

@@ -24,8 +24,8 @@ from contract import Kind, flatten, train
 from contract import batches as draw_batches
 from error_inputs import OURS
 from gspace.lab.archive import from_lines, read_records
+from gspace.lab.data import read_idx, read_npz
 from gspace.lab.errors import LabError
-from gspace.lab.formats import read_idx, read_npz
 from gspace.lab.spec import load_model, parse_spec
 from zoo import mlp
 

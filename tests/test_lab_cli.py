@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gspace.lab import bench, cli, demo, display, options, sweep, train_command
-from gspace.lab.archive import short_recipe
+from gspace.lab import bench, cli, demo, display, options, sweep
+from gspace.lab.data import KEYS
 from gspace.lab.experiments import EXPERIMENTS
-from gspace.lab.formats import KEYS
 from gspace.lab.loop import Progress
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, METRICS, SUMMARY, open_run, read_run, write_atomic
@@ -71,7 +70,7 @@ def test_every_field_of_a_recipe_has_a_flag(capsys: pytest.CaptureFixture[str]) 
 )
 def test_flags_give_back_the_recipe(recipe: Recipe) -> None:
     flags = []
-    for name, value in short_recipe(recipe).items():
+    for name, value in recipe.short().items():
         flag = "--" + name.replace("_", "-")
         flags += (
             [flag] if value is True else [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
@@ -139,7 +138,7 @@ def test_a_queue_of_the_reproduce_command_is_a_queue_of_the_train_command(
     path.write_text(capsys.readouterr().out)
     recipes = sweep.read_queue(path)
     assert [(r.seed, r.optimizer) for r in recipes] == [(s, o) for s in range(3) for o in ("sgd", "gsgd")]
-    small = [short_recipe(Recipe(epochs=0.5, hidden=(4,), seed=seed)) for seed in range(2)]
+    small = [Recipe(epochs=0.5, hidden=(4,), seed=seed).short() for seed in range(2)]
     path.write_text(json.dumps(small))
     assert main("train", "--queue", path, "--out", tmp_path / "runs") == 0
     assert len(list((tmp_path / "runs").glob(f"*/{SUMMARY}"))) == 2
@@ -425,7 +424,7 @@ def test_a_run_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_runs_in_use_are_named_and_the_others_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A stack waits for all of its MLPs; networks of other kinds are runs of their own."""
     recipes = [Recipe(epochs=0.5, model="cnn", width=2, train_size=64, batch_size=32, seed=seed) for seed in range(3)]
-    (tmp_path / "jobs.json").write_text(json.dumps([short_recipe(recipe) for recipe in recipes]))
+    (tmp_path / "jobs.json").write_text(json.dumps([recipe.short() for recipe in recipes]))
     several = ["train", "--queue", tmp_path / "jobs.json", "--out", tmp_path, "--device", "cpu"]
     with open_run(tmp_path, recipes[1]):
         assert main(*several) == 1
@@ -482,7 +481,7 @@ def test_an_interrupted_command_continues(tmp_path: Path, capsys: pytest.Capture
 
 def told(recipe: Recipe, iteration: int, error: float) -> Progress:
     line = {"iteration": iteration, "test_error": error}
-    return Progress((recipe,), iteration, 100, (0.5,), (0.25,), 1234.0, 61.0, (line,))
+    return Progress((recipe,), iteration, 100, (0.5,), 1234.0, 61.0, (line,))
 
 
 def test_the_bars_show_the_run_in_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,7 +542,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert all(name in text and e.question in text for name, e in EXPERIMENTS.items())
     assert main("train", "--help") == 0
-    assert train_command.EXAMPLES in capsys.readouterr().out
+    assert sweep.EXAMPLES in capsys.readouterr().out
 
 
 # Benchmarks

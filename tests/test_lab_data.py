@@ -17,10 +17,23 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gspace.lab.data import SETS, DataSet, Published, data_folder, load, read, subset
-from gspace.lab.download import Remote, fetch_all
-from gspace.lab.errors import DataError, MissingDataError, RecipeError
-from gspace.lab.formats import IDX_FILES, KEYS, read_cifar, read_idx, read_npz
+from gspace.lab.data import (
+    IDX_FILES,
+    KEYS,
+    SETS,
+    DataSet,
+    Published,
+    Remote,
+    data_folder,
+    fetch_all,
+    load,
+    read,
+    read_cifar,
+    read_idx,
+    read_npz,
+    subset,
+)
+from gspace.lab.errors import DataError, MissingDataError, RequestError
 from gspace.lab.transform import AUGMENTS, epoch_rows, feed, standard
 
 TRAIN, TEST = 7, 3
@@ -481,7 +494,7 @@ def test_validation_images_are_taken_from_the_training_images_once() -> None:
 def test_a_subset_larger_than_the_set_is_refused() -> None:
     data = small(images=100)
     assert len(subset(data, train=50, test=2).y_train) == 50
-    with pytest.raises(RecipeError, match="train_size 101"):
+    with pytest.raises(RequestError, match="train_size 101"):
         subset(data, train=101)
-    with pytest.raises(RecipeError, match="validation 100"):
+    with pytest.raises(RequestError, match="validation 100"):
         subset(data, validation=100)

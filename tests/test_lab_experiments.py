@@ -11,13 +11,11 @@ import gspace
 from gspace.lab import cost, reproduce
 from gspace.lab.cells import LENGTHS, Cell, Experiment, Variant, best, data_label, jobs, seeds, shorten, stand_in
 from gspace.lab.data import load
-from gspace.lab.experiments import EXPERIMENTS, invariant_ratio
-from gspace.lab.learners import initial_model
+from gspace.lab.experiments import CONTROLS, EXPERIMENTS, FROM_SKELETON, PRINTED, cifar, invariant_ratio
+from gspace.lab.learners import initial_model, stackable
 from gspace.lab.models import build_model
 from gspace.lab.optimizers import build_optimizer
 from gspace.lab.recipe import Recipe
-from gspace.lab.settings import CONTROLS, FROM_SKELETON, TABLE_1, cifar
-from gspace.lab.stacked import stackable
 from gspace.lab.sweep import batches, read_queue
 from gspace.lab.transform import feed
 
@@ -104,7 +102,7 @@ def test_the_papers_numbers_stand_beside_runs_of_its_size_only() -> None:
         cells = [c for name in ("table-1", "resnet-110") for c in variant.cells(EXPERIMENTS[name], unknown)]
         return {(c.recipes[0].model, c.recipes[0].data, c.method.key): str(c.paper) for c in cells if c.paper}
 
-    assert printed(Variant()) == {key: str(number) for key, number in TABLE_1.items()}
+    assert printed(Variant()) == {key[1:]: str(number) for key, number in PRINTED.items() if key[0] == "Tab. 1"}
     assert printed(Variant())["plain-34", "cifar10", "gsgd"] == "7.00 ± 0.10 (5)"
     assert printed(Variant(quick=True)) == printed(Variant(length=Fraction(1, 2))) == {}
 

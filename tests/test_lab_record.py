@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gspace.lab.archive import read_records
-from gspace.lab.errors import BusyError, RecipeError, RecordError
+from gspace.lab.errors import BusyError, RecordError, RequestError
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import environment, finite, open_run, read_run, write_atomic
 
@@ -74,18 +74,18 @@ REFUSED = {
 @pytest.mark.parametrize("field", REFUSED)
 def test_a_bad_field_is_refused_on_one_line(field: str) -> None:
     value, message = REFUSED[field]
-    with pytest.raises(RecipeError, match=message) as caught:
+    with pytest.raises(RequestError, match=message) as caught:
         RECIPE.but(**{field: value})
     assert "\n" not in str(caught.value)
 
 
 def test_a_cosine_with_milestones_is_refused() -> None:
-    with pytest.raises(RecipeError, match="a cosine has no milestones"):
+    with pytest.raises(RequestError, match="a cosine has no milestones"):
         Recipe(iterations=10, schedule="cosine", milestones=(0.5,))
 
 
 def test_an_unknown_field_is_refused_with_the_nearest() -> None:
-    with pytest.raises(RecipeError, match="did you mean 'momentum'"):
+    with pytest.raises(RequestError, match="did you mean 'momentum'"):
         Recipe.from_dict({"iterations": 1, "momentun": 0.9})
 
 

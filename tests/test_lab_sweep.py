@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from gspace.lab import cli
-from gspace.lab.archive import short_recipe
+from gspace.lab.learners import stack_key, stackable
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, Run, read_run
-from gspace.lab.stacked import stack_key, stackable
 from gspace.lab.sweep import read_queue, run_all, share
 from gspace.lab.train import Session
 
@@ -25,7 +24,7 @@ MLPS = [Recipe(hidden=(8,), epochs=1.0, seed=seed, lr=lr) for lr in (0.1, 0.2) f
 
 def queue(folder: Path, recipes: list[Recipe]) -> Path:
     path = folder / "jobs.json"
-    path.write_text(json.dumps([short_recipe(recipe) for recipe in recipes]))
+    path.write_text(json.dumps([recipe.short() for recipe in recipes]))
     assert read_queue(path) == recipes
     return path
 

@@ -21,15 +21,22 @@ from gspace.lab import cli, sweep
 from gspace.lab.archive import read_records
 from gspace.lab.data import load
 from gspace.lab.engine import Engine, restore, snapshot
-from gspace.lab.errors import BusyError, DeviceError, Interrupted, LabError, RecipeError, RecordError
-from gspace.lab.learners import Single, initial_model, live, loss_and_errors
-from gspace.lab.loop import Progress
+from gspace.lab.errors import BusyError, DeviceError, Interrupted, LabError, RecordError, RequestError
+from gspace.lab.learners import (
+    Single,
+    activations,
+    initial_model,
+    largest_stack,
+    loss_and_errors,
+    losses_and_gradients,
+    matrices,
+    stack,
+    stackable,
+)
+from gspace.lab.loop import Progress, stop_requests
 from gspace.lab.optimizers import build_optimizer
-from gspace.lab.recipe import Recipe
+from gspace.lab.recipe import Recipe, changes, drops, learning_rate, steps_per_epoch, total_iterations
 from gspace.lab.record import Run, open_run, read_run
-from gspace.lab.schedule import changes, drops, learning_rate, steps_per_epoch, total_iterations
-from gspace.lab.stacked import activations, largest_stack, losses_and_gradients, matrices, stack, stackable
-from gspace.lab.stopping import stop_requests
 from gspace.lab.sweep import batches, read_queue
 from gspace.lab.train import train, train_many
 from gspace.lab.transform import epoch_rows, feed
@@ -534,7 +541,7 @@ def test_a_bad_queue_is_refused_on_one_line(tmp_path: Path) -> None:
     path = tmp_path / "jobs.json"
     for text, message in (("[", "cannot be read"), ("{}", "no list"), ('[{"optimizer": "sdg"}]', "did you mean 'sgd'")):
         path.write_text(text)
-        with pytest.raises(RecipeError, match=message):
+        with pytest.raises(RequestError, match=message):
             read_queue(path)
 
 
@@ -542,7 +549,7 @@ def test_a_bad_recipe_of_a_queue_is_named_with_its_place(tmp_path: Path) -> None
     path = tmp_path / "jobs.json"
     for bad, message in (({"epochs": 1, "lrr": 1}, "unknown recipe field 'lrr'"), ({}, "either iterations or epochs")):
         path.write_text(json.dumps([{"epochs": 1}, bad, {"epochs": 2}]))
-        with pytest.raises(RecipeError) as caught:
+        with pytest.raises(RequestError) as caught:
             read_queue(path)
         assert str(caught.value).startswith(f"{path}, recipe 2 of 3: ")
         assert message in str(caught.value)
@@ -564,7 +571,7 @@ def test_a_device_that_is_absent_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_an_optimizer_refuses_is_an_error_of_the_recipe(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="gsgd refuses this recipe: allocation"):
+    with pytest.raises(RequestError, match="gsgd refuses this recipe: allocation"):
         train(SMALL.but(optimizer="gsgd", allocation="spread", max_ratio=math.inf), tmp_path)
 
 
@@ -700,7 +707,7 @@ def test_only_what_differs_in_seed_and_rate_is_stacked(tmp_path: Path) -> None:
     decay = SMALL.but(weight_decay=0.1)
     refused.append([decay, decay.but(lr=0.01)])
     for recipes in refused:
-        with pytest.raises(RecipeError, match="cannot be stacked"):
+        with pytest.raises(RequestError, match="cannot be stacked"):
             train_many(recipes, tmp_path)
 
 
@@ -713,11 +720,11 @@ def test_rehearsing_steps_leaves_no_trace(case: str) -> None:
     recipe = CASES[case]
     source = feed(load("digits"), recipe.inputs, recipe.augment)
     rows = epoch_rows(0, 0, 1438, recipe.batch_size, source.augment)[:, None]
-    plain, rehearsed = (Single(recipe, source, Engine(device="cpu").resolve()) for _ in range(2))
-    saved = snapshot(live(rehearsed))
+    plain, rehearsed = (Single([recipe], source, Engine(device="cpu").resolve()) for _ in range(2))
+    saved = snapshot(rehearsed.live())
     for step in range(3):
         rehearsed.step(rows[step])
-    restore(live(rehearsed), saved)
+    restore(rehearsed.live(), saved)
     for step in range(4):
         plain.step(rows[step])
         rehearsed.step(rows[step])

@@ -13,10 +13,9 @@ import pytest
 
 from gspace.lab import cli, demo
 from gspace.lab.archive import read_records
-from gspace.lab.document import Document, Panel, Section, Series, Table
+from gspace.lab.document import Document, Panel, Section, Series, Table, page
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.figures import COLOURS, draw
-from gspace.lab.page import page
 from gspace.lab.report import assemble
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -28,15 +27,14 @@ EPOCHS = tuple(float(k) for k in range(1, 31))
 
 
 def falling(label: str, rate: float, control: bool = False, hue: int = 0) -> Series:
-    y = tuple(rate**x for x in EPOCHS)
-    return Series(label, EPOCHS, y, tuple(0.8 * v for v in y), tuple(1.2 * v for v in y), control, hue)
+    return Series(label, tuple((x, (0.8 * rate**x, rate**x, 1.2 * rate**x)) for x in EPOCHS), control, hue)
 
 
 LINES = Panel("curves", "epoch", "training loss", (falling("SGD", 0.9), falling("G-SGD", 0.8, True, 1)), log_y=True)
 POINTS = Panel(
-    "points", "", "test error, %", (Series("one", (-0.1, 0.9), (3.0, 2.0), (2.5, 1.5), (3.5, 2.5)),), ticks=("a", "b")
+    "points", "", "test error, %", (Series("one", ((-0.1, (2.5, 3.5)), (0.9, (1.5, 2.5)))),), ticks=("a", "b")
 )
-ZERO = Panel("with a zero", "lr", "loss", (Series("x", (0.01, 1.0), (0.0, 1.0), (0.0, 0.5), (0.0, 2.0)),), True, True)
+ZERO = Panel("with a zero", "lr", "loss", (Series("x", ((0.01, (0.0,)), (1.0, (0.5, 2.0)))),), True, True)
 PANELS = (LINES, POINTS, ZERO)
 DOCUMENT = Document(
     "Title",

@@ -68,11 +68,17 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {Path(name).suffix for name in names if name.startswith("gspace/")} == {
         ".py",
         ".c",
-        ".css",
+        ".html",
         ".json",
+        ".toml",
         ".typed",
     }
-    assert {"gspace/optim/fast/kernels.c", "gspace/py.typed", "gspace/lab/page.css"} <= set(names)
+    assert {
+        "gspace/optim/fast/kernels.c",
+        "gspace/py.typed",
+        "gspace/lab/page.html",
+        "gspace/lab/experiments.toml",
+    } <= set(names)
     assert wheel.stat().st_size < 1e6
 
 

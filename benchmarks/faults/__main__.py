@@ -32,7 +32,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     for name in ("mappings", "report", "train"):  # so that children need not
-        importlib.import_module(COMMANDS[name].module)
+        importlib.import_module(COMMANDS[name][1])
     importlib.import_module("sklearn.datasets").load_digits()
 
     record: dict[str, Any] = {

@@ -45,7 +45,7 @@ def told(call: Callable[[], Any]) -> Callable[[], int]:
 
 def _data(folder: Path) -> Iterator[Kept]:
     """As downloads leave them. Published sets have checksums besides, which files of this size cannot have."""
-    from gspace.lab.formats import read_idx, read_npz
+    from gspace.lab.data import read_idx, read_npz
 
     arrays = {"x_train": IMAGES, "y_train": LABELS, "x_test": IMAGES[:7], "y_test": LABELS[:7]}
     for zipped in (False, True):

@@ -14,40 +14,38 @@ from typing import Any
 
 from gspace.lab.cells import Scores
 from gspace.lab.errors import RecordError, reason
-from gspace.lab.recipe import DEFAULTS, Recipe
-from gspace.lab.record import METRICS, RECIPE, Record, make_folder, read_run, write_atomic
-from gspace.lab.schema import (
+from gspace.lab.recipe import Recipe
+from gspace.lab.record import (
     COLUMNS,
+    METRICS,
+    RECIPE,
     Line,
+    Record,
     check_curve,
     check_end,
     check_sessions,
     check_summary,
+    make_folder,
     parsed,
+    read_run,
     sealed,
     unsealed,
+    write_atomic,
 )
 
 POINTS, GRID_POINTS = 100, 10  # most points of a curve, and of one that only helps to choose a setting
-DIGITS = 5  # significant digits of what was measured
 OLD = "*-seed*-????????????.json"
 ENTRIES = {"recipe", "sessions", "summary", "curve"}
-
-
-def short_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The fields that are not at their default: what a queue file holds."""
-    usual = Recipe(epochs=1.0).to_dict() | {"epochs": DEFAULTS["epochs"]}
-    return {name: value for name, value in recipe.to_dict().items() if value != usual[name]}
 
 
 def to_line(record: Record) -> str:
     """A record as the text of its line, curve by columns."""
     curve = thinned(record.metrics, GRID_POINTS if record.recipe.validation else POINTS)
     content = {
-        "recipe": short_recipe(record.recipe),
-        "sessions": [_rounded(session) for session in record.sessions],
-        "summary": record.summary and _rounded(record.summary),
-        "curve": {name: [_round(line[name]) for line in curve] for name in COLUMNS},
+        "recipe": record.recipe.short(),
+        "sessions": _rounded(record.sessions),
+        "summary": _rounded(record.summary),
+        "curve": {name: _rounded([line[name] for line in curve]) for name in COLUMNS},
     }
     return json.dumps(sealed(content, record.recipe.identity), ensure_ascii=False) + "\n"
 
@@ -127,7 +125,7 @@ def scores_of(records: Sequence[Record]) -> Scores:
 def error_of(summary: Mapping[str, Any]) -> float:
     """As a committed record has it: what is chosen among equals must not depend on where it is read."""
     error = summary.get("test_error")
-    return float("inf") if error is None else float(_round(error))
+    return float("inf") if error is None else float(_rounded(error))
 
 
 def thinned(metrics: Sequence[Line], points: int) -> Sequence[Line]:
@@ -136,9 +134,10 @@ def thinned(metrics: Sequence[Line], points: int) -> Sequence[Line]:
     return metrics[::-1][:: max(1, step)][::-1]
 
 
-def _rounded(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _round(value) for name, value in line.items()}
-
-
-def _round(value: Any) -> Any:
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+def _rounded(value: Any) -> Any:
+    """To five significant digits, whatever was measured."""
+    if isinstance(value, Mapping):
+        return {name: _rounded(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(entry) for entry in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -7,16 +7,10 @@ import sys
 from pathlib import Path
 
 import gspace
-from gspace.lab.errors import LabError
+from gspace.lab.errors import RequestError
 from gspace.lab.recipe import check_name
 
 FOLDER = Path(gspace.__file__).resolve().parents[2] / "benchmarks"
-
-
-class BenchError(LabError):
-    """A benchmark that is not here."""
-
-    exit_code = 2
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     """The benchmark's own exit code."""
     there = benchmarks(FOLDER)
     if not there:
-        raise BenchError(f"no benchmarks in {FOLDER}: they come with the source, not with the installed package")
+        raise RequestError(f"no benchmarks in {FOLDER}: they come with the source, not with the installed package")
     if args.name is None:
         print("\n".join(f"{name:16}{what}" for name, what in there.items()))
         return 0

@@ -10,33 +10,26 @@ from fractions import Fraction
 from statistics import fmean
 from typing import Any
 
+from gspace.lab.learners import stack_key, stackable
 from gspace.lab.recipe import Recipe
-from gspace.lab.stacked import stack_key, stackable
 
 Scores = Callable[[Recipe], float | None]
 """Test (or validation) error of a finished run, infinity if it diverged, None if it is not finished."""
 
-DATA_NAMES = {
-    "digits": "digits",
-    "mnist": "MNIST",
-    "fashion_mnist": "Fashion-MNIST",
-    "cifar10": "CIFAR-10",
-    "cifar100": "CIFAR-100",
-}
-LENGTHS = {"1": Fraction(1), "1/2": Fraction(1, 2), "1/4": Fraction(1, 4), "1/8": Fraction(1, 8)}
+DATA_NAMES = {"digits": "digits", "mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
+DATA_NAMES |= {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+LENGTHS = {text: Fraction(text) for text in ("1", "1/2", "1/4", "1/8")}
 
 
 @dataclass(frozen=True)
 class Printed:
-    """A number the paper prints, in per cent."""
+    """A number the paper prints, in per cent; one with a standard deviation is the mean of five runs."""
 
     mean: float
     std: float | None = None
-    n: int | None = 5
 
     def __str__(self) -> str:
-        spread = "" if self.std is None else f" ± {self.std:.2f}"
-        return f"{self.mean:.2f}{spread}" + ("" if self.n is None else f" ({self.n})")
+        return f"{self.mean:.2f}" if self.std is None else f"{self.mean:.2f} ± {self.std:.2f} (5)"
 
 
 @dataclass(frozen=True)
@@ -65,12 +58,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Axis:
-    """A quantity that the rows of a table vary.
-
-    Attributes:
-        of: Its value for a run.
-        note: How a row states it, if its name does not.
-    """
+    """A quantity that the rows of a table vary: its value for a run, and how a row states it if its name does not."""
 
     label: str
     of: Callable[[Recipe], float]
@@ -109,29 +97,24 @@ class Cell:
         return replace(self, recipes=tuple(recipe for recipe in self.recipes if recipe.seed in seeds))
 
 
-Cells = Callable[[bool, Scores], Iterator[Cell]]
-
-
 @dataclass(frozen=True)
 class Experiment:
     """A table or a figure of the paper, or a question of ours.
 
     Attributes:
         name: Its name on the command line.
-        source: Where it stands in the paper; empty if it does not.
+        cells: Yields its cells, for full or quick size.
         question: What it tests.
         notes: Choices that the paper leaves open, and anything a reader must know.
-        cells: Yields its cells, for full or `quick` size.
-        measures: What is tabulated, names in `tabulate.MEASURES`; a grid shows the first alone.
+        source: Where it stands in the paper; empty if it does not.
         command: What runs it, if not `gspace reproduce`.
     """
 
     name: str
-    source: str
+    cells: Callable[[bool, Scores], Iterator[Cell]]
     question: str
-    notes: tuple[str, ...]
-    cells: Cells
-    measures: tuple[str, ...] = ("test_error", "fit_loss")
+    notes: Sequence[str] = field(default=(), hash=False)
+    source: str = ""
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -165,19 +148,18 @@ class Variant:
         return stand_in(recipe) if self.quick else shorten(recipe, self.length)
 
     def cells(self, experiment: Experiment, scores: Scores) -> list[Cell]:
-        """The experiment's cells at this size, as far as the scores decide them."""
-        found = experiment.cells(self.quick, lambda recipe: scores(self.apply(recipe)))
-        sized = [replace(c, recipes=tuple(map(self.apply, c.recipes)), paper=self._printed(c)) for c in found]
-        return [replace(c, part=_with_length(c.part, c), row=_with_length(c.row, c)) for c in sized]
+        """The experiment's cells at this size, as far as the scores decide them; headings say how long its runs are.
 
-    def _printed(self, cell: Cell) -> Printed | None:
-        """The paper's number stands beside runs of the paper's size only."""
-        return cell.paper if self == Variant() else None
-
-
-def _with_length(text: str, cell: Cell) -> str:
-    """A heading that says how long its runs are."""
-    return text.replace("{iterations}", f"{cell.recipes[0].iterations:,}") if "{iterations}" in text else text
+        The paper's number stands beside runs of the paper's size only.
+        """
+        made = []
+        for cell in experiment.cells(self.quick, lambda recipe: scores(self.apply(recipe))):
+            recipes = tuple(map(self.apply, cell.recipes))
+            length = "" if recipes[0].iterations is None else f"{recipes[0].iterations:,}"
+            part, row = (text.replace("{iterations}", length) for text in (cell.part, cell.row))
+            paper = cell.paper if self == Variant() else None
+            made.append(replace(cell, recipes=recipes, paper=paper, part=part, row=row))
+        return made
 
 
 def shorten(recipe: Recipe, length: Fraction) -> Recipe:
@@ -198,26 +180,23 @@ def stand_in(recipe: Recipe) -> Recipe:
 
 def data_label(recipe: Recipe) -> str:
     """The data set as a reader must see it."""
-    if recipe.stands_for:
-        return f"{DATA_NAMES[recipe.data]} in place of {DATA_NAMES.get(recipe.stands_for, recipe.stands_for)}"
-    return DATA_NAMES[recipe.data]
+    stands = f" in place of {DATA_NAMES.get(recipe.stands_for, recipe.stands_for)}" if recipe.stands_for else ""
+    return DATA_NAMES[recipe.data] + stands
 
 
 def seeds(recipe: Recipe, count: int) -> tuple[Recipe, ...]:
     return tuple(recipe.but(seed=seed) for seed in range(count))
 
 
-def mean_score(runs: Sequence[Recipe], scores: Scores) -> float | None:
-    """Mean over the runs; None while one is unfinished."""
-    found = [score for run in runs if (score := scores(run)) is not None]
-    return fmean(found) if len(found) == len(runs) else None
-
-
 def best(candidates: Sequence[Sequence[Recipe]], scores: Scores) -> Recipe | None:
-    """First run of the candidate with the lowest mean score; None while any of them is unfinished."""
-    means = [mean for runs in candidates if (mean := mean_score(runs, scores)) is not None]
-    if len(means) < len(candidates):  # runs that diverge end first: what is known early is no fair sample
+    """First run of the candidate with the lowest mean score; None while any run of any of them is unfinished.
+
+    Runs that diverge end first: what is known early is no fair sample.
+    """
+    found = [[score for run in runs if (score := scores(run)) is not None] for runs in candidates]
+    if any(len(some) < len(runs) for some, runs in zip(found, candidates, strict=True)):
         return None
+    means = list(map(fmean, found))
     return candidates[means.index(min(means))][0]
 
 

@@ -12,45 +12,24 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import gspace
-from gspace.lab.errors import LabError
-from gspace.lab.spec import one_line
+from gspace.lab.errors import LabError, RequestError, named, reason
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Command:
-    """One row of the table.
-
-    Attributes:
-        help: One line for `gspace --help`.
-        module: Has `configure(parser)` and `run(args) -> exit code`. Imported when the command is called, not before:
-            `gspace analyze` needs torch alone, others may need the `lab` extra.
-    """
-
-    help: str
-    module: str
-
-
+# A command's line of help, and its module with `configure(parser)` and `run(args) -> exit code`. That is imported when
+# the command is called, not before: `gspace analyze` needs torch alone, others may need the `lab` extra.
 COMMANDS = {
-    "demo": Command("train small networks on bundled digits, in a minute", "gspace.lab.demo"),
-    "analyze": Command("find the rescaling symmetry of a model", "gspace.lab.analyze"),
-    "mappings": Command("find or check the mappings of a quantizer", "gspace.lab.mappings"),
-    "train": Command("train one recipe, or a list of them", "gspace.lab.train_command"),
-    "reproduce": Command("run a table or figure of the paper", "gspace.lab.reproduce"),
-    "report": Command("tables, figures and a page from recorded runs", "gspace.lab.report"),
-    "bench": Command("run a benchmark of the source tree", "gspace.lab.bench"),
+    "demo": ("train small networks on bundled digits, in a minute", "gspace.lab.demo"),
+    "analyze": ("find the rescaling symmetry of a model", "gspace.lab.analyze"),
+    "mappings": ("find or check the mappings of a quantizer", "gspace.lab.mappings"),
+    "train": ("train one recipe, or a list of them", "gspace.lab.sweep"),
+    "reproduce": ("run a table or figure of the paper", "gspace.lab.reproduce"),
+    "report": ("tables, figures and a page from recorded runs", "gspace.lab.report"),
+    "bench": ("run a benchmark of the source tree", "gspace.lab.bench"),
 }
-
-
-class CommandError(LabError):
-    """A command that cannot run as installed; the message fits on one line."""
-
-    exit_code = 2
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,8 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         # These carry a message written for the user; anything else is a surprise and needs its type.
         written = isinstance(error, LabError | ValueError)
-        message = " ".join(str(error).split()) if written else f"{one_line(error)} (--debug shows where)"
-        print(f"gspace: error: {message}", file=sys.stderr)
+        print(
+            f"gspace: error: {reason(error) if written else f'{named(error)} (--debug shows where)'}", file=sys.stderr
+        )
         return error.exit_code if isinstance(error, LabError) else 2
 
 
@@ -103,14 +83,14 @@ def build_parser(chosen: str | None) -> Parser:
     parser = Parser(prog="gspace", description="Train ReLU networks in the space their function lives in.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {gspace.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+    for name, (text, place) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name == chosen:
             try:
-                module = importlib.import_module(command.module)
+                module = importlib.import_module(place)
             except ModuleNotFoundError as error:
-                raise CommandError(f"'gspace {name}' needs {error.name}: pip install 'gspace[lab]'") from error
+                raise RequestError(f"'gspace {name}' needs {error.name}: pip install 'gspace[lab]'") from error
             module.configure(subparser)
             subparser.set_defaults(run=module.run)
     return parser

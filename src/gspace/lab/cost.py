@@ -14,11 +14,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gspace.lab.data import SETS
-from gspace.lab.learners import code_key
+from gspace.lab.learners import code_key, stackable
 from gspace.lab.models import build_model
-from gspace.lab.recipe import Recipe
-from gspace.lab.schedule import evaluation_interval, images_of, total_iterations
-from gspace.lab.stacked import stackable
+from gspace.lab.recipe import Recipe, evaluation_interval, images_of, total_iterations
 from gspace.lab.sweep import batches
 from gspace.lab.transform import input_shape
 

@@ -3,12 +3,18 @@
 A set is looked for as `NAME.npz`, in the folders torchvision leaves (`MNIST/raw`, `FashionMNIST/raw`), and as the
 archive of its binary version (`cifar-10-binary.tar.gz`), below `data_dir`, else `$GSPACE_DATA`, else `~/.cache/gspace`.
 Whatever the format, the pixels are compared with the published set's SHA-256 before anything is trained on them.
+No reader runs code out of a file.
 """
 
+import gzip
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
@@ -19,12 +25,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspace.lab.download import Remote, fetch_all
-from gspace.lab.errors import DataError, MissingDataError, RecipeError
-from gspace.lab.formats import Array, Raw, read_cifar, read_idx, read_npz
+from gspace.lab.display import DownloadBar
+from gspace.lab.errors import DataError, MissingDataError, RequestError, reason
 from gspace.lab.seeds import generator
 
-Reader = Callable[[Path], Raw | None]
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+IDX_NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+IDX_FILES = dict(zip(KEYS, IDX_NAMES, strict=True))
+PIXELS = 3 * 32 * 32  # of an image of CIFAR
+TIMEOUT = 60  # seconds of a download without a byte
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Raw = Mapping[str, tuple[Array, Path]]  # the four arrays as stored, each with the file it was read from
+Reader = Callable[[Path], Raw | None]  # None if its files are not in the folder
 
 
 @dataclass(frozen=True)
@@ -32,10 +45,8 @@ class DataSet:
     """Images and labels of one data set, all on one device.
 
     Attributes:
-        name: Its name in `SETS`.
         x_train, x_test: Pixels, uint8 `(N, channel, height, width)`.
         y_train, y_test: Labels, int64 `(N,)`.
-        classes: Number of classes.
         white: The pixel value that means 1.
         mean, std: Per channel over the training images, of pixels in [0, 1], `(channel,)`.
     """
@@ -50,14 +61,18 @@ class DataSet:
     mean: Tensor
     std: Tensor
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.x_train.shape[1:]
-        return channels, height, width
-
     def to(self, device: torch.device | str) -> "DataSet":
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Remote:
+    """One file to download: where it is, its SHA-256, and where it belongs below the data folder."""
+
+    url: str
+    sha256: str
+    path: str
 
 
 @dataclass(frozen=True)
@@ -82,17 +97,103 @@ class Published:
     white: float = 255.0
 
 
+# Formats --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, EOFError, LookupError, zipfile.BadZipFile, zlib.error, tarfile.TarError) as error:
+        raise DataError(f"{path} is damaged: {reason(error)}") from error
+
+
+def read_npz(root: Path, *, file: str) -> Raw | None:
+    """One `.npz` archive with the four arrays."""
+    path = root / file
+    if not path.is_file():
+        return None
+    with _reading(path), np.load(path, allow_pickle=False) as archive:
+        missing = [key for key in KEYS if key not in archive.files]
+        if missing:
+            raise DataError(f"{path} has no array {missing[0]!r}: it holds {', '.join(archive.files) or 'nothing'}")
+        return {key: (archive[key], path) for key in KEYS}
+
+
+def read_idx(root: Path, *, folder: str) -> Raw | None:
+    """The four IDX files of the MNIST family, plain or gzipped; the plain one is read where both are there."""
+    candidates = {key: [root / folder / name, root / folder / f"{name}.gz"] for key, name in IDX_FILES.items()}
+    found = {key: path for key, both in candidates.items() for path in reversed(both) if path.is_file()}
+    missing = [both[0] for key, both in candidates.items() if key not in found]
+    if not found:
+        return None
+    if missing:
+        raise DataError(f"{missing[0]} is missing (nor is there a .gz), but other files of its set are there")
+    return {key: (_idx(path), path) for key, path in found.items()}
+
+
+def _idx(path: Path) -> Array:
+    """An IDX file: two zero bytes, type 8 (uint8), number of dimensions, each as big-endian uint32, then the values."""
+    with _reading(path):
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        if content[:3] != b"\x00\x00\x08":
+            raise ValueError(f"no IDX file of bytes begins with {content[:4].hex(' ') or 'nothing'}")
+        shape = np.frombuffer(content, ">u4", content[3], 4).astype(int)
+        return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape)
+
+
+def read_cifar(root: Path, *, file: str, labels: int) -> Raw | None:
+    """The archive of CIFAR's binary version: each image is some labels, the last of which counts, and 3 planes."""
+    path = root / file
+    if not path.is_file():
+        return None
+    raw: dict[str, tuple[Array, Path]] = {}
+    with _reading(path), tarfile.open(path) as archive:
+        members = sorted((m for m in archive.getmembers() if m.name.endswith(".bin")), key=lambda member: member.name)
+        for part in ("train", "test"):
+            found = [archive.extractfile(m) for m in members if ("test" in m.name) == (part == "test")]
+            rows = np.frombuffer(b"".join(file.read() for file in found if file), np.uint8)
+            rows = rows.reshape(-1, labels + PIXELS)
+            raw[f"x_{part}"] = rows[:, labels:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), path
+            raw[f"y_{part}"] = rows[:, labels - 1], path
+    return raw
+
+
+def read_digits(root: Path) -> Raw | None:
+    """scikit-learn's bundled digits, 8 × 8 with values 0 to 16; every fifth image is a test image."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingDataError("the digits come with scikit-learn: pip install scikit-learn") from error
+    bunch = load_digits()
+    x, y = bunch.images.astype(np.uint8), bunch.target.astype(np.uint8)
+    test = np.arange(len(y)) % 5 == 4
+    arrays = (x[~test], y[~test], x[test], y[test])
+    return {key: (array, Path("scikit-learn's digits")) for key, array in zip(KEYS, arrays, strict=True)}
+
+
+def _published() -> Iterator[tuple[str, Published]]:
+    """The digits, and what `sets.json` says of the others."""
+    formats: dict[str, Callable[..., Raw | None]] = {"idx": read_idx, "cifar": read_cifar}
+    yield "digits", Published((8, 8), 1438, 359, 10, (read_digits,), white=16.0)
+    for name, facts in json.loads((files("gspace.lab") / "sets.json").read_text()).items():
+        readers = partial(read_npz, file=f"{name}.npz"), partial(formats[facts.pop("format")], **facts.pop("where"))
+        remotes = tuple(Remote(**remote) for remote in facts.pop("remotes"))
+        yield name, Published(tuple(facts.pop("shape")), readers=readers, remotes=remotes, **facts)
+
+
+SETS: Mapping[str, Published] = dict(_published())
+
+
+# From files to tensors ------------------------------------------------------------------------------------------------
+
+
 def read(name: str, spec: Published, root: Path) -> DataSet | None:
     """The data set as the first reader finds it below `root`, verified; None if no reader does."""
-    for reader in spec.readers:
-        raw = reader(root)
-        if raw is not None:
-            return _data_set(name, spec, raw)
-    return None
-
-
-def _data_set(name: str, spec: Published, raw: Raw) -> DataSet:
-    arrays = {key: _verified(key, spec, array, raw.source[key]) for key, array in raw.arrays.items()}
+    raw = next((raw for reader in spec.readers if (raw := reader(root)) is not None), None)
+    if raw is None:
+        return None
+    arrays = {key: _verified(key, spec, *stored) for key, stored in raw.items()}
     x_train, x_test = (_channels_first(arrays[key]) for key in ("x_train", "x_test"))
     y_train, y_test = (torch.tensor(arrays[key], dtype=torch.int64) for key in ("y_train", "y_test"))
     images = torch.tensor(x_train), y_train, torch.tensor(x_test), y_test
@@ -127,34 +228,6 @@ def _moments(images: Array, white: float) -> tuple[Tensor, Tensor]:
     return torch.tensor(mean, dtype=torch.float32), torch.tensor(std, dtype=torch.float32)
 
 
-def read_digits(root: Path) -> Raw | None:
-    """scikit-learn's bundled digits, 8 × 8 with values 0 to 16; every fifth image is a test image."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingDataError("the digits come with scikit-learn: pip install scikit-learn") from error
-    bunch = load_digits()
-    x, y = bunch.images.astype(np.uint8), bunch.target.astype(np.uint8)
-    test = np.arange(len(y)) % 5 == 4
-    arrays = {"x_train": x[~test], "y_train": y[~test], "x_test": x[test], "y_test": y[test]}
-    return Raw(arrays, dict.fromkeys(arrays, Path("scikit-learn's digits")))
-
-
-FORMATS: Mapping[str, Callable[..., Raw | None]] = {"idx": read_idx, "cifar": read_cifar}
-
-
-def _published() -> Iterator[tuple[str, Published]]:
-    """The digits, and what `sets.json` says of the others."""
-    yield "digits", Published((8, 8), 1438, 359, 10, (read_digits,), white=16.0)
-    for name, facts in json.loads((files("gspace.lab") / "sets.json").read_text()).items():
-        readers = partial(read_npz, file=f"{name}.npz"), partial(FORMATS[facts.pop("format")], **facts.pop("where"))
-        remotes = tuple(Remote(**remote) for remote in facts.pop("remotes"))
-        yield name, Published(tuple(facts.pop("shape")), readers=readers, remotes=remotes, **facts)
-
-
-SETS: Mapping[str, Published] = dict(_published())
-
-
 def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path:
     """Where data sets lie: the argument, else `$GSPACE_DATA`, else `~/.cache/gspace`."""
     return Path(data_dir or os.environ.get("GSPACE_DATA") or Path.home() / ".cache" / "gspace").expanduser()
@@ -168,12 +241,7 @@ def load(
     download: bool = False,
     sets: Mapping[str, Published] = SETS,
 ) -> DataSet:
-    """The data set called `name`, verified, on `device`.
-
-    Args:
-        data_dir: Folder to look in, see `data_folder`.
-        download: Whether a set that is absent is downloaded there.
-    """
+    """The data set called `name`, verified, on `device`; downloaded into its folder if absent and asked for."""
     spec, root = sets[name], data_folder(data_dir)
     found = read(name, spec, root)
     if found is None and download:
@@ -187,6 +255,28 @@ def load(
     return found.to(device)
 
 
+def fetch_all(remotes: Sequence[Remote], root: Path) -> None:
+    """Every remote that is not yet below `root`. Two processes that download the same do not disturb each other."""
+    import pooch  # here: it brings requests, which nothing else needs
+    from requests import RequestException
+
+    pooch.get_logger().setLevel("ERROR")
+    for remote in remotes:
+        target, url = root / remote.path, remote.url
+        bar = DownloadBar(target.name)
+        way = pooch.HTTPDownloader(progressbar=bar, chunk_size=1 << 18, timeout=TIMEOUT)
+        try:
+            pooch.retrieve(url, f"sha256:{remote.sha256}", target.name, target.parent, downloader=way)
+        except RequestException as error:
+            raise DataError(f"cannot download {url}: {reason(error)}; run this again") from error
+        except ValueError as error:
+            raise DataError(f"{url}: the file arrived damaged (SHA-256 differs); run this again") from error
+        except OSError as error:
+            raise DataError(f"cannot write {target}: {error.strerror or error}") from error
+        finally:
+            bar.close()
+
+
 def subset(data: DataSet, *, train: int | None = None, test: int | None = None, validation: int = 0) -> DataSet:
     """The first `train` and `test` images; with `validation`, that many training images replace the test images.
 
@@ -197,12 +287,14 @@ def subset(data: DataSet, *, train: int | None = None, test: int | None = None, 
         order = torch.randperm(len(data.y_train), generator=generator(0, "validation", data.name))
         rest = len(order) - validation
         if rest <= 0:
-            raise RecipeError(f"validation {validation} leaves none of the {len(order)} training images of {data.name}")
+            raise RequestError(
+                f"validation {validation} leaves none of the {len(order)} training images of {data.name}"
+            )
         kept, held = (part.sort().values.to(data.y_train.device) for part in order.split([rest, validation]))
         x, y = data.x_train, data.y_train
         data = replace(data, x_train=x[kept], y_train=y[kept], x_test=x[held], y_test=y[held])
     for what, size, there in (("train", train, len(data.y_train)), ("test", test, len(data.y_test))):
         if size is not None and size > there:
-            raise RecipeError(f"{what}_size {size} is more than the {there} images {data.name} has")
+            raise RequestError(f"{what}_size {size} is more than the {there} images {data.name} has")
     data = replace(data, x_train=data.x_train[:train], y_train=data.y_train[:train])
     return replace(data, x_test=data.x_test[:test], y_test=data.y_test[:test])

@@ -21,24 +21,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gspace
+from gspace.lab.analyze import largest_changes
 from gspace.lab.archive import read_records
 from gspace.lab.cells import Cell, Experiment, Scores, Variant, jobs, seeds
 from gspace.lab.data import load
 from gspace.lab.display import display, steps
 from gspace.lab.document import Panel, Section, Series, Table
 from gspace.lab.engine import Engine
+from gspace.lab.experiments import CONTROLS, G_SGD, PATH_SGD, SGD
 from gspace.lab.learners import initial_model
+from gspace.lab.loop import stop_requests
 from gspace.lab.optimizers import build_optimizer
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import make_folder
 from gspace.lab.report import assemble, publish
-from gspace.lab.settings import CONTROLS, G_SGD, PATH_SGD, SGD
-from gspace.lab.stopping import stop_requests
 from gspace.lab.sweep import finished, run_all
 from gspace.lab.tabulate import MEASURES, Found, outcome, write
 from gspace.lab.train import Session
 from gspace.lab.transform import Feed, epoch_rows, feed
-from gspace.lab.verify import largest_changes
 
 MLP = Recipe(data="digits", model="mlp", hidden=(32, 32), lr=0.1, batch_size=32, epochs=15.0, eval_every=44)
 CNN = MLP.but(model="cnn", width=8, epochs=5.0, eval_every=22)
@@ -55,14 +55,8 @@ def _cells(quick: bool, scores: Scores) -> Iterator[Cell]:
             yield Cell("test error", name, method, seeds(method.on(base), count))
 
 
-DEMO = Experiment(
-    "demo",
-    "",
-    "Small networks on scikit-learn's digits.",
-    ("One rate for all, 0.1. The digits are easy: this shows that everything runs, not which method is best.",),
-    _cells,
-    command="gspace demo",
-)
+NOTE = "One rate for all, 0.1. The digits are easy: this shows that everything runs, not which method is best."
+DEMO = Experiment("demo", _cells, "Small networks on scikit-learn's digits.", (NOTE,), command="gspace demo")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 def results(cells: Sequence[Cell], found: Found) -> Table:
     """Methods against networks: test error and training loss."""
-    measures = [MEASURES[key] for key in DEMO.measures]
+    measures = MEASURES.values()
 
     def row(method: str) -> tuple[str, ...]:
         own = [cell for cell in cells if cell.method.label == method]
@@ -157,10 +151,9 @@ def trained(start: nn.Module, recipe: Recipe, batches: Sequence[tuple[Tensor, Te
 
 def _curves(pair: Sequence[Sequence[float]]) -> tuple[Series, ...]:
     """The second can be seen on the first."""
-    x = tuple(map(float, range(len(pair[0]))))
-    one, other = map(tuple, pair)
-    copy = Series("rescaled copy", x, other, other, other, control=True, hue=1, width=1.5)
-    return Series("network", x, one, one, one, hue=5, width=5.0), copy
+    one, other = ([(float(x), (y,)) for x, y in enumerate(losses)] for losses in pair)
+    copy = Series("rescaled copy", other, control=True, hue=1, width=1.5)
+    return Series("network", one, hue=5, width=5.0), copy
 
 
 def first_batches(source: Feed, recipe: Recipe, count: int) -> Iterator[tuple[Tensor, Tensor]]:

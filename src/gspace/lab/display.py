@@ -6,8 +6,9 @@ A bar stands on standard error and goes when it has done its work, so what is wr
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -16,25 +17,27 @@ if TYPE_CHECKING:
     from gspace.lab.recipe import Recipe
 
 
-def bars(*columns: Any) -> "Bars | None":
-    """What draws bars, each with a text behind it; None where nobody would see them, or without rich."""
-    if not (sys.stderr.isatty() or os.environ.get("FORCE_COLOR")):
-        return None
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-    except ImportError:
-        return None
-    texts = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[note]}")
+def seen() -> bool:
+    """Whether there is somebody to see bars."""
+    return sys.stderr.isatty() or bool(os.environ.get("FORCE_COLOR"))
+
+
+def bars() -> "Bars":
+    """What draws bars, each with a text behind it; nothing is drawn where nobody would see it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[note]}")
     to_screen = sys.stdout.isatty()  # else results go to a file
-    return Progress(*texts, *columns, console=Console(stderr=True), transient=True, redirect_stdout=to_screen)
+    on = Console(stderr=True)
+    return Progress(*columns, console=on, transient=True, redirect_stdout=to_screen, disable=not seen())
 
 
 @contextmanager
 def display(total: int, *, quiet: bool = False) -> "Iterator[Watch | None]":
     """A bar for all runs and one for that in progress, or lines on standard output; with `quiet`, nothing."""
-    shown = None if quiet else bars()
-    if shown is None:
+    shown = bars()
+    if quiet or shown.disable:
         yield None if quiet else show
         return
     with shown:
@@ -43,20 +46,14 @@ def display(total: int, *, quiet: bool = False) -> "Iterator[Watch | None]":
 
         def watch(told: "Progress") -> None:
             parts[told.recipes] = len(told.recipes) * told.iteration / told.total
-            done = sum(parts.values())
+            done, first = sum(parts.values()), told.recipes[0]
             shown.update(everything, completed=done, note=f"{done:.1f}/{total} runs")
             note = f"{told.seconds_left:.0f} s left, loss {told.loss[0]:.4f}, {told.images_per_second:,.0f} images/s"
-            name = describe(told.recipes)
+            many = f"{len(told.recipes)} at once" if len(told.recipes) > 1 else f"seed {first.seed}"
+            name = f"{first.data}, {first.model}, {first.optimizer}, {many}"
             shown.update(now, description=name, completed=told.iteration, total=told.total, note=note)
 
         yield watch
-
-
-def describe(recipes: "tuple[Recipe, ...]") -> str:
-    """What is being trained, in a few words."""
-    first = recipes[0]
-    many = f"{len(recipes)} at once" if len(recipes) > 1 else f"seed {first.seed}"
-    return f"{first.data}, {first.model}, {first.optimizer}, {many}"
 
 
 def show(told: "Progress") -> None:
@@ -72,37 +69,30 @@ def show(told: "Progress") -> None:
 @contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
     """A bar of so many steps; is told what comes next."""
+    if not seen() or find_spec("rich") is None:
+        yield lambda name: None
+        return
     shown = bars()
-    with shown or nullcontext():
-        task = shown.add_task("", total=total, note="") if shown else None
-
-        def begin(name: str) -> None:
-            if shown is not None and task is not None:
-                shown.update(task, description=name, advance=1)
-
-        yield begin
+    with shown:
+        task = shown.add_task("", total=total, note="")
+        yield lambda name: shown.update(task, description=name, advance=1)
 
 
 class DownloadBar:
     """The progress bar that pooch moves on; a line in a log."""
 
     def __init__(self, name: str) -> None:
-        self.total = 0
-        self.shown = bars()
-        if self.shown is None:
-            print(f"downloading {name}", file=sys.stderr, flush=True)
-            return
+        self.total, self.shown = 0, bars()
         self.shown.start()
         self.task = self.shown.add_task(name, note="")
+        if self.shown.disable:
+            print(f"downloading {name}", file=sys.stderr, flush=True)
 
     def update(self, count: int) -> None:
-        if self.shown is not None:
-            self.shown.update(self.task, total=self.total or None, advance=count, note=f"{self.total / 1e6:.0f} MB")
+        self.shown.update(self.task, total=self.total or None, advance=count, note=f"{self.total / 1e6:.0f} MB")
 
     def reset(self) -> None:
-        if self.shown is not None:
-            self.shown.reset(self.task)
+        self.shown.reset(self.task)
 
     def close(self) -> None:
-        if self.shown is not None:
-            self.shown.stop()
+        self.shown.stop()

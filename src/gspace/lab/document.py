@@ -1,12 +1,19 @@
-"""A report as data, before it is Markdown, pictures or a page: tables of text, and panels of curves.
+"""A report as data, tables of text and panels of curves, and as what it becomes: Markdown, and one HTML file.
 
 Text is Markdown. What stands in a cell may be a name out of a record, and is no HTML and no link.
 """
 
 import html
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean
+from string import Template
+
+from markdown_it import MarkdownIt
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: its mean, and the smallest and largest of its runs at each x.
+    """One curve: the values of its runs at each x; drawn are their mean, and a band from the smallest to the largest.
 
     Attributes:
         control: Drawn dashed.
@@ -36,13 +43,15 @@ class Series:
     """
 
     label: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
+    points: Sequence[tuple[float, Sequence[float]]]
     control: bool = False
     hue: int = 0
     width: float = 1.3
+
+    @property
+    def drawn(self) -> list[tuple[float, ...]]:
+        """All x, means, smallest and largest values."""
+        return list(zip(*((x, fmean(y), min(y), max(y)) for x, y in self.points), strict=True))
 
 
 @dataclass(frozen=True)
@@ -99,18 +108,41 @@ def markdown(document: Document, figures: str) -> str:
     """The document as Markdown; `figures` is the folder of its figures, relative to the file."""
     lines = [f"# {document.title}", "", *_paragraphs(document.text), f"Written by {code(document.command)}.", ""]
     for table in document.summary:
-        lines += [f"## {table.title}", "", *_paragraphs(filter(None, [table.note])), *_table(table), ""]
+        lines += _table(table, "##")
     for section in document.sections:
         by = [code(section.command)] if section.command else []
         lines += [f"## {section.title}", "", *_paragraphs([*section.text, *by])]
         for table in section.tables:
-            lines += [f"### {table.title}", "", *_paragraphs(filter(None, [table.note])), *_table(table), ""]
+            lines += _table(table, "###")
         if section.panels:
             path = f"{figures}/{section.name}.svg"
             lines += [f"![{section.title}]({path})", "", *_paragraphs(f"By {command}." for command in by)]
     for table in document.appendix:
-        lines += [f"## {table.title}", "", *_table(table), ""]
+        lines += _table(table, "##")
     return "\n".join(lines)
+
+
+def page(document: Document, figures: Mapping[str, bytes]) -> str:
+    """The document as one HTML file that needs no network and no server; tables that are too wide are turned.
+
+    `figures` are SVG, by the names of their sections.
+    """
+    sections = (replace(section, tables=tuple(map(narrow, section.tables))) for section in document.sections)
+    render = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = render.parse(markdown(replace(document, sections=tuple(sections)), "figures"))
+    links = []
+    for k, token in enumerate(tokens):
+        if token.type == "heading_open" and token.tag == "h2":
+            token.attrSet("id", f"section-{k}")
+            links.append(f'<a href="#section-{k}">{render.renderInline(tokens[k + 1].content)}</a>')
+        for child in token.children or ():
+            if child.type == "image":
+                picture = figures[Path(str(child.attrGet("src"))).stem]
+                child.attrSet("src", f"data:image/svg+xml;base64,{b64encode(picture).decode()}")
+    body = render.renderer.render(tokens, render.options, {})
+    body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
+    template = Template((files("gspace.lab") / "page.html").read_text(encoding="utf-8"))
+    return template.substitute(title=html.escape(document.title), links="".join(links), body=body)
 
 
 def code(text: str) -> str:
@@ -147,9 +179,10 @@ def _paragraphs(text: Iterable[str]) -> list[str]:
     return [line for paragraph in text for line in (paragraph, "")]
 
 
-def _table(table: Table) -> list[str]:
+def _table(table: Table, level: str) -> list[str]:
     rule = ["---" if k < table.numbers else "---:" for k in range(len(table.head))]
-    return [_row(table.head), "|" + "|".join(rule) + "|", *(_row(row) for row in table.rows)]
+    rows = [_row(table.head), "|" + "|".join(rule) + "|", *map(_row, table.rows)]
+    return [f"{level} {table.title}", "", *_paragraphs(filter(None, [table.note])), *rows, ""]
 
 
 def _row(cells: Sequence[str]) -> str:

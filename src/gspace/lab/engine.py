@@ -10,7 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,23 +22,20 @@ from gspace.lab.errors import DeviceError
 WARM_UP = 3  # iterations before capture: kernels are compiled and chosen, buffers of the optimizer exist
 
 
+def option(default: Any, help: str) -> Any:
+    """A field that is an option of the command line."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class Engine:
-    """How to compute.
+    """How to compute: every field is an option of the command line."""
 
-    Attributes:
-        device: "auto" takes a GPU if there is one.
-        compile: `torch.compile` forward and backward pass; None does so on a GPU where Triton is installed.
-        graph: One CUDA graph per iteration; None does so on a GPU.
-        deterministic: Only algorithms that give the same bits each time, at some cost (they always do on a CPU).
-        checkpoint_seconds: Time between checkpoints.
-    """
-
-    device: str = "auto"
-    compile: bool | None = None
-    graph: bool | None = None
-    deterministic: bool = False
-    checkpoint_seconds: float = 60.0
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
+    compile: bool | None = option(None, "torch.compile (default: on a GPU with Triton)")
+    graph: bool | None = option(None, "one CUDA graph per iteration (default: on a GPU)")
+    deterministic: bool = option(False, "same bits each time on a GPU, at some cost (a CPU always gives them)")
+    checkpoint_seconds: float = option(60.0, "between checkpoints (default: 60)")
 
     def resolve(self) -> "Engine":
         """The same with every choice made; an error if what is asked for is not here."""
@@ -51,6 +48,21 @@ class Engine:
         return replace(self, device=str(device), compile=compile, graph=cuda if self.graph is None else self.graph)
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """Where the runs of a sweep are computed, if not here.
+
+    Attributes:
+        address: Of a Ray cluster ("auto": the one of this machine); None starts one of this machine alone.
+        gpus: Share of a GPU that each run, or stack of MLPs, takes.
+        threads: Its CPU threads.
+    """
+
+    address: str | None = None
+    gpus: float = 0.0
+    threads: int = 1
+
+
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,9 +71,8 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise DeviceError(f"unknown device {name!r}: try cpu, cuda or auto") from error
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise DeviceError(
-            f"device {name} was asked for, but {torch.cuda.device_count()} CUDA devices are here: try cpu"
-        )
+        there = f"{torch.cuda.device_count()} CUDA devices are here"
+        raise DeviceError(f"device {name} was asked for, but {there}: try cpu")
     return device
 
 
@@ -143,10 +154,7 @@ def restore(tree: Tree, saved: Mapping[str, Tensor]) -> None:
     A momentum buffer of zeros is what an optimizer without buffers has: m·0 + g = g.
     """
     for place, value in _tensors(tree).items():
-        if place in saved:
-            value.copy_(saved[place])
-        else:
-            value.zero_()
+        value.copy_(saved[place]) if place in saved else value.zero_()
 
 
 def capture(

@@ -7,8 +7,8 @@ class LabError(Exception):
     exit_code = 1
 
 
-class RecipeError(LabError, ValueError):
-    """A recipe that cannot be run: unknown name, impossible number, fields that contradict each other."""
+class RequestError(LabError, ValueError):
+    """What cannot be served: an unknown name, an impossible number, settings that contradict each other."""
 
     exit_code = 2
 
@@ -50,3 +50,8 @@ class Interrupted(LabError):
 def reason(error: BaseException) -> str:
     """The message of an exception on one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def named(error: BaseException) -> str:
+    """The type and the message of an exception, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")

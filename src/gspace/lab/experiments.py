@@ -3,51 +3,88 @@
     gspace reproduce table-1 --list            # what it is, and what it costs
     gspace reproduce table-1 --out runs        # run what is not finished, then write the report
 
-Above each stand its source in the paper, its question, and notes, which name the settings that the paper leaves open.
+Their sources in the paper, questions and notes are in `experiments.toml`, with the numbers that the paper prints.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
-from gspace.lab.baseline import BASELINE, SGD_GAP
-from gspace.lab.cells import Axis, Cell, Cells, Experiment, Method, Scores, best, seeds
+from gspace.lab.cells import Axis, Cell, Experiment, Method, Printed, Scores, best, seeds
 from gspace.lab.cost import network_cost
 from gspace.lab.recipe import Recipe
-from gspace.lab.settings import (
-    CONTROLS,
-    FASHION,
-    FIGURES_8_9,
-    FROM_SKELETON,
-    G_SGD,
-    GUARDED,
-    HELD,
-    PATH_SGD,
-    PATHS,
-    QUICK_FASHION,
-    SGD,
-    STILL,
-    TABLE_1,
-    UNGUARDED,
-    brief,
-    cifar,
-    held_out,
+
+FACTS: Mapping[str, Any] = tomllib.loads((files("gspace.lab") / "experiments.toml").read_text(encoding="utf-8"))
+PRINTED = {
+    (where, model, data, method): Printed(**number)
+    for where, models in FACTS["printed"].items()
+    for model, sets in models.items()
+    for data, methods in sets.items()
+    for method, number in methods.items()
+}
+
+# Methods --------------------------------------------------------------------------------------------------------------
+
+UNGUARDED = {"max_ratio": math.inf, "max_drift": math.inf}  # the paper's algorithm has no guard
+HELD = {"max_ratio": math.inf, "max_drift": 1 + 1e-6}  # trained skeleton paths stay where they are
+
+SGD = Method("sgd", "SGD", {"optimizer": "sgd"})
+G_SGD = Method("gsgd", "G-SGD", {"optimizer": "gsgd", "init": "skeleton", **UNGUARDED})
+GUARDED = Method("gsgd-guarded", "G-SGD, guarded", {"optimizer": "gsgd", "init": "skeleton"})
+PATH_SGD = Method("path-sgd", "Path-SGD", {"optimizer": "path-sgd"})
+FROM_SKELETON = Method("sgd-skeleton", "SGD from skeleton init", {"optimizer": "sgd", "init": "skeleton"}, True)
+FROZEN = Method("sgd-frozen", "SGD, free skeleton frozen", {"optimizer": "sgd-frozen", "init": "skeleton"}, True)
+STILL = Method("gsgd-still", "G-SGD, skeleton paths held", {"optimizer": "gsgd", "init": "skeleton", **HELD}, True)
+CONTROLS = (FROM_SKELETON, FROZEN)
+
+# Networks and how the paper trains them -------------------------------------------------------------------------------
+
+FASHION = Recipe(data="fashion_mnist", inputs="pooled", lr=0.01, batch_size=64, epochs=100.0, hidden=(8, 8))
+QUICK_FASHION = FASHION.but(epochs=4.0, quick=True)
+PATHS = Recipe(data="mnist", inputs="grey", hidden=(64,) * 5, lr=1.0, batch_size=64, epochs=50.0)
+CIFAR = Recipe(
+    data="cifar10",
+    model="plain-34",
+    lr=1.0,
+    iterations=64_000,
+    milestones=(0.5, 0.75),
+    batch_size=128,
+    augment="crop-flip",
+    precision="bf16",
 )
+QUICK_CIFAR = CIFAR.but(width=8, iterations=120, eval_every=10, batch_size=64, precision="float32", quick=True)
+SMALLER = {"plain-34": "plain-10", "resnet-34": "resnet-10", "resnet-110": "resnet-18"}
+PIN = {"plain": "stages", "resnet": "none"}  # where chains end; residual blocks end them by themselves
+
+
+def cifar(model: str, data: str, *, quick: bool = False, **changes: Any) -> Recipe:
+    """The paper's settings for a network of its tables; quick ones have few layers of an eighth of the width."""
+    base, name = (QUICK_CIFAR, SMALLER[model]) if quick else (CIFAR, model)
+    return base.but(**{"model": name, "data": data, "pin": PIN[model.split("-")[0]], **changes})
+
+
+def brief(recipe: Recipe, **changes: Any) -> Recipe:
+    """A short run: an eighth of the paper's schedule, or less if it is quick."""
+    return recipe.but(iterations=80 if recipe.quick else 8000, **changes)
+
+
+def held_out(recipe: Recipe) -> Recipe:
+    """A short run that is judged on training images it does not see."""
+    return brief(recipe, validation=1000 if recipe.quick else 5000)
+
+
+def grid_cells(
+    part: str, row: str, method: Method, grid: Sequence[Sequence[Recipe]], axis: Axis | None = None
+) -> list[Cell]:
+    """One cell for each setting of a grid; `row` names what it has of its recipe."""
+    return [Cell(part, row.format_map(vars(runs[0])), method, tuple(runs), axis=axis) for runs in grid]
+
 
 GRID = "grid of rates, validation images"
 RATE = Axis("learning rate", lambda recipe: recipe.lr)
 DECAY = Axis("λ", lambda recipe: recipe.weight_decay)
-
-EXPERIMENTS: dict[str, Experiment] = {}
-
-
-def experiment(name: str, source: str, question: str, *notes: str) -> Callable[[Cells], Cells]:
-    """Enters the generator below it in `EXPERIMENTS`, which has the order of this file."""
-
-    def enter(cells: Cells) -> Cells:
-        EXPERIMENTS[name] = Experiment(name, source, question, notes, cells)
-        return cells
-
-    return enter
 
 
 def _compared(models: Sequence[str], methods: Sequence[Method], quick: bool) -> Iterator[Cell]:
@@ -56,22 +93,17 @@ def _compared(models: Sequence[str], methods: Sequence[Method], quick: bool) -> 
         for model in models:
             base = cifar(model, data, quick=quick)
             for method in methods:
-                printed = TABLE_1.get((model, data, method.key))
+                printed = PRINTED.get(("Tab. 1", model, data, method.key))
                 runs = seeds(method.on(base), 1 if quick else 5)
                 yield Cell("test error", base.model, method, runs, printed)
 
 
-@experiment(
-    "table-1",
-    "Tab. 1, Fig. 3",
-    "Does G-SGD reach a lower test error than SGD on Plain-34 and ResNet-34?",
-    "lr 1.0, ÷10 after 1/2 and 3/4 of 64,000 iterations, batch 128, no momentum, no decay.",
-    "Plain-34's chains end at each stage, as in the authors' code; the paper's text has one chain.",
-    "Inputs are normalized per channel, as in the authors' code; the paper scales them to [0, 1].",
-    "bf16 autocast; the paper states no precision.",
-)
 def table_1(quick: bool, scores: Scores) -> Iterator[Cell]:
     return _compared(("plain-34", "resnet-34"), (SGD, G_SGD, *CONTROLS, STILL), quick)
+
+
+def resnet_110(quick: bool, scores: Scores) -> Iterator[Cell]:
+    return _compared(("resnet-110",), (SGD, G_SGD, *CONTROLS), quick)
 
 
 def invariant_ratio(recipe: Recipe) -> float:
@@ -85,61 +117,36 @@ def invariant_ratio(recipe: Recipe) -> float:
 
 
 RATIO = Axis("invariant ratio H/m", invariant_ratio, "H/m = {:.2e}")
-RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 
 
-@experiment(
-    "mlp-invariance",
-    "Fig. 4, Tab. 6",
-    "Does the gain of G-SGD over SGD grow with the invariant ratio H/m?",
-    "The paper: G-SGD is ahead at every width in training loss and in test error, and Δ falls with H/m. Its Δ, and "
-    "that of the figure below, is SGD minus G-SGD; the tables have G-SGD minus SGD.",
-    "[49 : h : h : 10] on 7 × 7 images, lr 0.01, batch 64, 100 epochs. H/m is twice what Tab. 6 prints, which is h/m.",
-    "One shared rate can favour either method, so the best rate of each is run too; "
-    "it is chosen on held-out training images.",
-)
 def mlp_invariance(quick: bool, scores: Scores) -> Iterator[Cell]:
-    base = FASHION.but(**QUICK_FASHION) if quick else FASHION
+    base, held = (QUICK_FASHION, 2000) if quick else (FASHION, 6000)
     widths = (8, 32, 128) if quick else (8, 16, 32, 64, 128, 256, 512, 1024)
-    rates = (0.01, 0.1) if quick else RATES
-    methods = (SGD, G_SGD, *CONTROLS)
+    rates = (0.01, 0.1) if quick else (0.003, 0.01, 0.03, 0.1, 0.3)
+    every = [(h, method) for h in widths for method in (SGD, G_SGD, *CONTROLS)]
 
     def line(part: str, h: int, method: Method, recipe: Recipe, setting: str = "") -> Cell:
         runs = seeds(recipe.but(hidden=(h, h)), 2 if quick else 5)
         return Cell(part, f"h = {h}", method, runs, None, setting, RATIO)
 
-    for h in widths:
-        for method in methods:
-            yield line("the paper's rate, 0.01", h, method, method.on(base))
-    held = 2000 if quick else 6000
-    for h in widths:
-        for method in methods:
-            grid = [method.on(base, hidden=(h, h), lr=rate, validation=held) for rate in rates]
-            groups = [seeds(recipe, 1 if quick else 2) for recipe in grid]
-            for recipe, runs in zip(grid, groups, strict=True):
-                yield Cell(GRID, f"h = {h}, lr {recipe.lr:g}", method, runs)
-            found = best(groups, scores)
-            if found:
-                yield line("best rate of each method", h, method, found.but(validation=0), f"lr {found.lr:g}")
+    for h, method in every:
+        yield line("the paper's rate, 0.01", h, method, method.on(base))
+    for h, method in every:
+        tried = (method.on(base, hidden=(h, h), lr=rate, validation=held) for rate in rates)
+        grid = [seeds(recipe, 1 if quick else 2) for recipe in tried]
+        yield from grid_cells(GRID, f"h = {h}, lr {{lr:g}}", method, grid)
+        found = best(grid, scores)
+        if found:
+            yield line("best rate of each method", h, method, found.but(validation=0), f"lr {found.lr:g}")
 
 
-@experiment(
-    "path-sgd",
-    "Fig. 5",
-    "Do SGD, Path-SGD and G-SGD differ at the best rate of each?",
-    "The paper: Path-SGD is as good as SGD or better, G-SGD better than both; it prints curves, no numbers.",
-    "Five hidden layers of 64, rates 10^-α for α = 0 … 10, batch 64, grey images in [0, 1].",
-    "The paper does not say for how long: 50 epochs here. The rate is chosen on held-out training images.",
-)
 def path_sgd(quick: bool, scores: Scores) -> Iterator[Cell]:
-    base = PATHS.but(epochs=2.0, quick=True) if quick else PATHS
+    base, held = (PATHS.but(epochs=2.0, quick=True), 2000) if quick else (PATHS, 5000)
     rates = [10.0**-alpha for alpha in (range(4) if quick else range(11))]
-    held = 2000 if quick else 5000
     for data in ("mnist",) if quick else ("mnist", "cifar10"):
         for method in (SGD, PATH_SGD, G_SGD, GUARDED, *CONTROLS):
             grid = [seeds(method.on(base, data=data, lr=rate, validation=held), 1) for rate in rates]
-            for runs in grid:
-                yield Cell(GRID, f"lr {runs[0].lr:g}", method, runs, axis=RATE)
+            yield from grid_cells(GRID, "lr {lr:g}", method, grid, RATE)
             found = best(grid, scores)
             if found:
                 runs = seeds(found.but(validation=0), 2 if quick else 5)
@@ -153,46 +160,19 @@ SIGNS = (
 )
 
 
-@experiment(
-    "signs",
-    "Sec. 11.2",
-    "Do the signs of the skeleton weights matter?",
-    "The paper states that they do not and prints no numbers.",
-    "One draw for all seeds has the spread of initial weights and batches alone; a draw per seed adds that "
-    "of the signs.",
-)
 def signs(quick: bool, scores: Scores) -> Iterator[Cell]:
-    fashion = FASHION.but(**QUICK_FASHION) if quick else FASHION.but(epochs=30.0)
+    fashion = QUICK_FASHION if quick else FASHION.but(epochs=30.0)
     for h in (8, 32) if quick else (8, 32, 128):
         for method in SIGNS:
-            runs = seeds(method.on(fashion, hidden=(h, h)), 3 if quick else 9)
-            yield Cell("MLPs", f"h = {h}", method, runs)
+            yield Cell("MLPs", f"h = {h}", method, seeds(method.on(fashion, hidden=(h, h)), 3 if quick else 9))
     base = brief(cifar("plain-34", "cifar10", quick=quick))
     for method in SIGNS:
         yield Cell("plain network", base.model, method, seeds(method.on(base), 1 if quick else 3))
 
 
-@experiment(
-    "resnet-110",
-    "Tab. 5, Fig. 7",
-    "Does the gain of G-SGD last on a deeper network?",
-    "Settings of table-1; [3, 8, 40, 3] basic blocks.",
-)
-def resnet_110(quick: bool, scores: Scores) -> Iterator[Cell]:
-    return _compared(("resnet-110",), (SGD, G_SGD, *CONTROLS), quick)
-
-
 LAMBDAS = tuple(factor * 10.0**-alpha for alpha in (6, 5, 4, 3) for factor in (0.1, 0.2, 0.5))
 
 
-@experiment(
-    "regularization",
-    "Fig. 8, Fig. 9",
-    "Weight decay for SGD against decay of basis paths for G-SGD, each at its best λ.",
-    "λ ∈ {0.1, 0.2, 0.5}·10^-α, α = 3 … 6, chosen on held-out images of CIFAR-10, used on CIFAR-100 too.",
-    "The paper searches all of it; ours are runs of an eighth of the schedule, first 0.2·10^-α, then the "
-    "two λ beside the best of them.",
-)
 def regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
     coarse = (1e-4, 1e-3) if quick else LAMBDAS[1::3]
     part = "grid of λ, {iterations} iterations, validation images"
@@ -206,12 +186,12 @@ def regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
             k = LAMBDAS.index(found.weight_decay)
             grid += [seeds(short.but(weight_decay=LAMBDAS[near]), 1) for near in (k - 1, k + 1)]
             found = best(grid, scores)
-        searched += [Cell(part, f"λ = {runs[0].weight_decay:g}", method, runs, axis=DECAY) for runs in grid]
+        searched += grid_cells(part, "λ = {weight_decay:g}", method, grid, DECAY)
         for data in ("cifar10",) if quick else ("cifar10", "cifar100"):
             if found:
                 decay = found.weight_decay
                 runs = seeds(full.but(weight_decay=decay, data=data), 1 if quick else 3)
-                printed = FIGURES_8_9.get((data, method.key))
+                printed = PRINTED.get(("Fig. 8, 9", "resnet-34", data, method.key))
                 row = (full.model, method, runs, printed, f"λ = {decay:g}")
                 chosen.append(Cell("best λ of each method, in full", *row))
     yield from sorted(searched, key=lambda cell: cell.recipes[0].weight_decay)  # methods have different λ
@@ -221,27 +201,17 @@ def regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
 USUAL = Method("sgd-usual", "SGD, usual settings", SGD.fields)
 
 
-@experiment(
-    "momentum",
-    "",
-    "Does G-space help the baseline people use: momentum 0.9, weight decay, the usual schedule?",
-    "Every method gets five short runs, judged on held-out training images: three rates with decay 5e-4, "
-    "then two other decays with the best of them. Short runs can choose badly, so SGD is run with the settings "
-    "that are usual, too.",
-)
 def momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
     rates, decays = ((0.1,), (1e-4,)) if quick else ((0.03, 0.1, 0.3), (1e-4, 2e-3))
-    in_full = "best settings of each method, in full"
+    in_full, count = "best settings of each method, in full", 1 if quick else 3
+    part = "grid, {iterations} iterations, validation images"
     for model in ("plain-34", "resnet-34"):
         base = cifar(model, "cifar10", quick=quick, momentum=0.9, weight_decay=5e-4, lr=0.1)
         chosen = []
         for method in (SGD, G_SGD, FROM_SKELETON):
             full = method.on(base)
-            short = held_out(full)
-            part = "grid, {iterations} iterations, validation images"
-            by_rate = [seeds(short.but(lr=rate), 1) for rate in rates]
-            for runs in by_rate:
-                yield Cell(part, f"{base.model}, decay {base.weight_decay:g}, lr {runs[0].lr:g}", method, runs)
+            by_rate = [seeds(held_out(full).but(lr=rate), 1) for rate in rates]
+            yield from grid_cells(part, "{model}, decay {weight_decay:g}, lr {lr:g}", method, by_rate)
             found = best(by_rate, scores)
             if found:
                 by_decay = [seeds(found.but(weight_decay=decay), 1) for decay in decays]
@@ -251,12 +221,12 @@ def momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
                 found = best([(found,), *by_decay], scores)
             chosen.append(found)
             if found:
-                runs = seeds(full.but(lr=found.lr, weight_decay=found.weight_decay), 1 if quick else 3)
+                runs = seeds(full.but(lr=found.lr, weight_decay=found.weight_decay), count)
                 setting = f"lr {found.lr:g}, decay {found.weight_decay:g}"
                 yield Cell(in_full, base.model, method, runs, None, setting)
         if all(chosen):  # beside what the searches found
-            runs = seeds(USUAL.on(base), 1 if quick else 3)
-            yield Cell(in_full, base.model, USUAL, runs, None, f"lr {base.lr:g}, decay {base.weight_decay:g}")
+            setting = f"lr {base.lr:g}, decay {base.weight_decay:g}"
+            yield Cell(in_full, base.model, USUAL, seeds(USUAL.on(base), count), None, setting)
 
 
 def _chain(key: str, label: str, **fields: Any) -> Method:
@@ -273,28 +243,17 @@ CHAINS = (
     _chain("chain-spread", "`released`, spread, ratio 1.5", allocation="spread", max_ratio=1.5),
     _chain("chain-still", "`released`, skeleton paths held", **HELD),
 )
-
-
 CHAIN_LAST = _chain("chain-last", "`released`, no guard, ends before the linear layer", pin="last")
 CHAIN_START = Method(
     "sgd-chain", "SGD from the chain's skeleton init", {"optimizer": "sgd", "init": "skeleton", "pin": "none"}, True
 )
 
 
-@experiment(
-    "one-chain",
-    "Sec. 5.1 (text)",
-    "What makes one chain through all layers of Plain-34 train, and does it beat stage by stage?",
-    "The paper's text has one chain; its authors' code ends it at each stage.",
-    "The best is that of the lowest test error of a short run. The chain that ends before the linear layer came later "
-    "(docs/chain.md) and is not among those it was chosen from; it is run in full too.",
-)
 def one_chain(quick: bool, scores: Scores) -> Iterator[Cell]:
     base = cifar("plain-34", "cifar10", quick=quick)
     short = brief(base)
-    stages = Method("stages", "stage by stage (as in table-1)", G_SGD.fields)
+    beside = (Method("stages", "stage by stage (as in table-1)", G_SGD.fields), SGD, FROM_SKELETON)
     row = f"{base.model}, {{iterations}} iterations"
-    beside = (stages, SGD, FROM_SKELETON)
     for method in (*CHAINS, CHAIN_LAST, *beside, CHAIN_START):
         yield Cell("short runs", row, method, seeds(method.on(short), 1))
     found = best([seeds(method.on(short), 1) for method in CHAINS], scores)
@@ -303,38 +262,19 @@ def one_chain(quick: bool, scores: Scores) -> Iterator[Cell]:
         yield Cell("the best of them in full", base.model, method, seeds(method.on(base), 1))
 
 
-@experiment(
-    "rates",
-    "",
-    "Is the gain of table-1 a gain of G-space, or of a smaller learning rate?",
-    "Settings of table-1 for 8,000 iterations at rates around the paper's 1.0.",
-    "Before a BatchNorm the authors' rule multiplies gradients by the norm of a row, about 0.2 at the "
-    "start at most taps: if that is all, G-SGD at 1.0 takes the steps of SGD at a smaller rate.",
-    "The best rate is that of the lowest test error of a short run: every method has the same choices.",
-)
 def rates(quick: bool, scores: Scores) -> Iterator[Cell]:
     for model in ("plain-34",) if quick else ("plain-34", "resnet-34"):
         full = cifar(model, "cifar10", quick=quick)
-        short = brief(full)
         for method in (SGD, G_SGD, *CONTROLS):
-            grid = [seeds(method.on(short, lr=rate), 1) for rate in ((0.3, 1.0) if quick else (0.1, 0.3, 1.0, 3.0))]
-            for runs in grid:
-                yield Cell("short runs", f"{full.model}, lr {runs[0].lr:g}", method, runs, axis=RATE)
+            tried = (0.3, 1.0) if quick else (0.1, 0.3, 1.0, 3.0)
+            grid = [seeds(method.on(brief(full), lr=rate), 1) for rate in tried]
+            yield from grid_cells("short runs", "{model}, lr {lr:g}", method, grid, RATE)
             found = best(grid, scores)
             if found:
                 runs = seeds(method.on(full, lr=found.lr), 1 if quick else 3)
                 yield Cell("in full, at the best of these rates", full.model, method, runs, None, f"lr {found.lr:g}")
 
 
-@experiment(
-    "initial-weights",
-    "",
-    "Is what our SGD lacks beside the paper's a matter of the initial weights?",
-    "The paper names torchvision's ResNet and PyTorch's default methods, which are two: torch draws w of a "
-    "convolution with variance 1/(3·fan-in), torchvision with 2/fan-out. Here it is torchvision's draw, in "
-    "`table-1` and `rates` torch's, which the authors' code has.",
-    "Before a BatchNorm larger weights are a smaller rate: mostly six times the variance, a sixth of lr.",
-)
 def initial_weights(quick: bool, scores: Scores) -> Iterator[Cell]:
     for model in ("plain-34",) if quick else ("plain-34", "resnet-34"):
         base = cifar(model, "cifar10", quick=quick)
@@ -343,8 +283,67 @@ def initial_weights(quick: bool, scores: Scores) -> Iterator[Cell]:
             full = full.but(init="torchvision" if full.init == "default" else f"torchvision-{full.init}")
             yield Cell("short runs", f"{base.model}, {{iterations}} iterations", method, seeds(brief(full), 1))
             if not quick:
-                printed = TABLE_1.get((model, "cifar10", method.key))
+                printed = PRINTED.get(("Tab. 1", model, "cifar10", method.key))
                 yield Cell("in full", base.model, method, seeds(full, 3), printed)
 
 
-EXPERIMENTS |= {experiment.name: experiment for experiment in (BASELINE, SGD_GAP)}
+def _start(key: str, label: str) -> Method:
+    return Method(f"sgd-{key}", f"SGD from {label}", {"optimizer": "sgd", "init": key})
+
+
+SKELETON = Method(FROM_SKELETON.key, FROM_SKELETON.label, FROM_SKELETON.fields)  # no control here: it is asked about
+STARTS = (
+    _start("dirac-added", "torch's draw plus `dirac_`"),
+    _start("dirac", "`dirac_`"),
+    _start("delta-orthogonal", "delta-orthogonal init"),
+)
+DECAYS = {
+    Method("gsgd", "G-SGD, decay 0.0005", G_SGD.fields): 5e-4,
+    Method("gsgd-0.0001", "G-SGD, decay 0.0001", G_SGD.fields): 1e-4,
+}
+
+
+def usual(model: str, data: str, *, quick: bool = False) -> Recipe:
+    """Momentum, decay and a cosine behind a short warm-up, on a network of the paper's tables."""
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "milestones": ()}
+    return cifar(model, data, quick=quick, **settings, schedule="cosine", warm_up=0.02)
+
+
+def baseline(quick: bool, scores: Scores) -> Iterator[Cell]:
+    sets, count = (("cifar10",), 1) if quick else (("cifar10", "cifar100"), 3)
+    bases = [usual(model, data, quick=quick) for data in sets for model in ("plain-34", "resnet-34")]
+
+    def tried(method: Method, base: Recipe) -> Recipe:
+        return held_out(method.on(base, weight_decay=DECAYS.get(method, base.weight_decay)))
+
+    def found(methods: Sequence[Method]) -> tuple[Method, ...]:
+        """The best of these, by the mean over all networks and data sets; none while one is unfinished."""
+        winner = best([[tried(method, base) for base in bases] for method in methods], scores)
+        return tuple(method for method in methods if winner == tried(method, bases[0]))
+
+    for base in bases:
+        for method in (SGD, SKELETON, *STARTS, *DECAYS):
+            part = "short runs, {iterations} iterations, validation images"
+            yield Cell(part, base.model, method, seeds(tried(method, base), 1))
+    start, decays = found(STARTS), [DECAYS[method] for method in found(list(DECAYS))]
+    for base in bases:
+        for method in (SGD, SKELETON, *start):
+            yield Cell("in full", base.model, method, seeds(method.on(base), count))
+        for decay in decays:
+            runs = seeds(G_SGD.on(base, weight_decay=decay), count)
+            yield Cell("in full", base.model, G_SGD, runs, None, f"decay {decay:g}")
+
+
+def sgd_gap(quick: bool, scores: Scores) -> Iterator[Cell]:
+    base = SGD.on(cifar("plain-34", "cifar10", quick=quick))
+    epochs = (base.iterations or 0) * 62_560 // 64_000  # 160 of the authors'
+    changed = [base.but(precision=name) for name in (("float32",) if quick else ("bf16", "tf32", "float32"))]
+    for recipe in (*changed, base.but(iterations=epochs)):
+        row, printed = f"{base.model} in {recipe.precision}, {{iterations}} iterations", PRINTED[_OURS]
+        yield Cell("test error", row, SGD, seeds(recipe, 1 if quick else 2), printed)
+
+
+_OURS = ("Tab. 1", "plain-34", "cifar10", "sgd")
+_CELLS = (table_1, mlp_invariance, path_sgd, signs, resnet_110, regularization, momentum, one_chain, rates)
+_BY_NAME = {cells.__name__.replace("_", "-"): cells for cells in (*_CELLS, initial_weights, baseline, sgd_gap)}
+EXPERIMENTS = {name: Experiment(name, _BY_NAME[name], **facts) for name, facts in FACTS["experiments"].items()}

@@ -1,6 +1,7 @@
-"""Panels as PNG and SVG (matplotlib), the same bytes each time."""
+"""From records to curves, against epochs or what a table varies, and to PNG and SVG, the same bytes each time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,13 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from gspace.lab.cells import Cell, Method, data_label
 from gspace.lab.document import Panel, Series
-from gspace.lab.record import write_atomic
+from gspace.lab.recipe import images_of, steps_per_epoch
+from gspace.lab.record import Record, write_atomic
+from gspace.lab.tabulate import ERROR, LOSS, Found, Measure, measures_of, outcome, parts_of
+
+Points = Mapping[float, Sequence[float]]  # values by x
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#444444")
 """Okabe and Ito's, told apart by every kind of eye."""
@@ -29,6 +35,91 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "gspace",  # ids in the file do not depend on the moment
     "svg.fonttype": "none",
 }
+
+
+def panels(cells: Sequence[Cell], found: Found) -> list[Panel]:
+    """What can be drawn of the cells; empty where nothing has ended. A method has one colour in all of them."""
+    made: list[Panel] = []
+    for part, members in parts_of(cells).items():
+        if members[0].axis:
+            models = list(dict.fromkeys(cell.recipes[0].model for cell in members))
+            for data, model in dict.fromkeys((cell.recipes[0].data, cell.recipes[0].model) for cell in members):
+                some = [c for c in members if (c.recipes[0].data, c.recipes[0].model) == (data, model)]
+                made += _against_axis(f"{part}, {model}" if len(models) > 1 else part, some, found)
+        elif part == "MLPs":  # too many lines for curves
+            made.append(_points(part, members, found, ERROR))
+        elif not members[0].recipes[0].validation:
+            made += _against_epochs("" if part == "test error" else part, members, found)
+    hues = {label: k for k, label in enumerate(dict.fromkeys(_label(cell.method) for cell in cells))}
+    coloured = (tuple(replace(s, hue=hues[s.label]) for s in panel.series if s.points) for panel in made)
+    return [replace(panel, series=series) for panel, series in zip(made, coloured, strict=True) if series]
+
+
+def _against_axis(part: str, cells: Sequence[Cell], found: Found) -> Iterator[Panel]:
+    """Every method's end against the axis; then how far it is below SGD, run by run (Fig. 4's Δ)."""
+    first = cells[0].recipes[0]
+    title, label = f"{part}, {data_label(first)}", cells[0].axis.label if cells[0].axis else ""
+    methods = list(dict.fromkeys(cell.method for cell in cells))
+    base = next((method for method in methods if method.key == "sgd"), None)
+    for measure in measures_of(cells):
+        ends: dict[Method, dict[float, Mapping[int, float]]] = {method: {} for method in methods}
+        for cell in cells:
+            if cell.axis:
+                values = outcome(cell.recipes, found, measure).values
+                ends[cell.method][cell.axis.of(cell.recipes[0])] = values
+        drawn = [_series(m, {x: list(seeds.values()) for x, seeds in along.items()}) for m, along in ends.items()]
+        yield Panel(title, label, measure.measured_on(first), tuple(drawn), log_x=True, log_y=measure is LOSS)
+        if base is not None and not first.validation:
+            own = ends.pop(base)
+            below = [_series(m, {x: _gaps(own[x], seeds) for x, seeds in along.items()}) for m, along in ends.items()]
+            yield Panel(title, label, f"Δ {measure.label}: SGD minus", tuple(below), log_x=True)
+
+
+def _gaps(base: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """Per seed that both finished."""
+    return [base[seed] - other[seed] for seed in sorted(base.keys() & other.keys())]
+
+
+def _points(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> Panel:
+    lines = tuple(dict.fromkeys(cell.line for cell in cells))
+    methods = list(dict.fromkeys(cell.method for cell in cells))
+    series = []
+    for k, method in enumerate(methods):
+        beside = 0.6 * (k + 0.5) / len(methods) - 0.3  # methods side by side around each line's tick
+        own = [cell for cell in cells if cell.method == method]
+        ends = {lines.index(c.line) + beside: list(outcome(c.recipes, found, measure).values.values()) for c in own}
+        series.append(_series(method, ends))
+    return Panel(part, "", measure.label, tuple(series), ticks=lines)
+
+
+def _against_epochs(part: str, cells: Sequence[Cell], found: Found) -> Iterator[Panel]:
+    for line in dict.fromkeys(cell.line for cell in cells):
+        for key, label, scale in (("train_loss", "training loss", 1.0), ("test_error", "test error, %", 100.0)):
+            own = [cell for cell in cells if cell.line == line]
+            series = [_series(c.method, curve([found[r] for r in c.recipes if r in found], key, scale)) for c in own]
+            yield Panel(f"{part}: {line}" if part else line, "epoch", label, tuple(series), log_y=True)
+
+
+def curve(records: Sequence[Record], key: str, scale: float) -> Points:
+    """Points of several runs, joined at the iterations they share; a diverged run ends early."""
+    points: dict[float, list[float]] = {}
+    ends = []
+    for record in records:
+        epoch = steps_per_epoch(record.recipe, images_of(record.recipe))
+        own = {line["iteration"] / epoch: scale * line[key] for line in record.metrics if line[key] is not None}
+        ends.append(max(own, default=-1.0))
+        for x, y in own.items():
+            points.setdefault(x, []).append(y)
+    return {x: y for x, y in sorted(points.items()) if len(y) == sum(end >= x for end in ends)}
+
+
+def _series(method: Method, points: Points) -> Series:
+    return Series(_label(method), tuple((x, y) for x, y in sorted(points.items()) if y), method.control)
+
+
+def _label(method: Method) -> str:
+    """Without Markdown's marks."""
+    return method.label.replace("`", "")
 
 
 def draw(panels: Sequence[Panel], path: Path) -> list[Path]:
@@ -56,15 +147,12 @@ def save(figure: Figure, path: Path) -> Path:
 
 def _panel(axes: Axes, panel: Panel) -> None:
     for series in panel.series:
-        drawn = _points if panel.ticks else _line
-        drawn(axes, series, COLOURS[series.hue % len(COLOURS)])
+        _draw(axes, series, as_points=bool(panel.ticks))
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
-    if panel.log_x:
-        axes.set_xscale("log")
-        _number(axes.xaxis)
-    if panel.log_y:
-        axes.set_yscale("log")
-        _number(axes.yaxis)
+    for log, axis in ((panel.log_x, axes.xaxis), (panel.log_y, axes.yaxis)):
+        if log:
+            axes.set(**{f"{axis.axis_name}scale": "log"})
+            _number(axis)
     if panel.ticks:
         axes.set_xticks(range(len(panel.ticks)), panel.ticks)
         axes.set_ylim(bottom=0)
@@ -81,17 +169,13 @@ def _number(axis: Axis) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _line(axes: Axes, series: Series, colour: str) -> None:
-    few = "o" if len(series.x) <= 12 else None
+def _draw(axes: Axes, series: Series, as_points: bool) -> None:
+    x, y, low, high = series.drawn
+    style: dict[str, Any] = {"color": COLOURS[series.hue % len(COLOURS)], "label": series.label}
+    if as_points:
+        errors = [[b - a for a, b in zip(low, y, strict=True)], [b - a for a, b in zip(y, high, strict=True)]]
+        axes.errorbar(x, y, errors, fmt="o", markersize=5, capsize=3, **style)
+        return
     dashes = "--" if series.control else DASHES[series.hue // len(COLOURS) % len(DASHES)]
-    axes.plot(
-        series.x, series.y, dashes, color=colour, marker=few, markersize=3, linewidth=series.width, label=series.label
-    )
-    axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.15, linewidth=0)
-
-
-def _points(axes: Axes, series: Series, colour: str) -> None:
-    below = [y - low for y, low in zip(series.y, series.low, strict=True)]
-    above = [high - y for y, high in zip(series.y, series.high, strict=True)]
-    style: dict[str, Any] = {"fmt": "o", "markersize": 5, "capsize": 3}
-    axes.errorbar(series.x, series.y, (below, above), color=colour, label=series.label, **style)
+    axes.plot(x, y, dashes, marker="o" if len(x) <= 12 else None, markersize=3, linewidth=series.width, **style)
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)

@@ -1,60 +1,66 @@
-"""What the training loop trains: one network, or several small ones at once as stacked weights.
+"""What the training loop trains: one network, or several MLPs of one shape at once as stacked weights.
 
 Both take rows `(network, batch, 1 + draws)` (see transform.py), add the loss and the number of errors of each batch to
 `totals` `(network, 2)` on the device, and never wait for the device in `step`.
+
+K MLPs side by side are a network of convolutions with K groups: the same function, units and paths, which gspace traces
+like any other. Its weights `(K·out, in, 1)` are K matrices one below the other, and a batched matrix product computes
+the forward pass faster than a grouped convolution does.
+
+Each network has its own learning rate. The loss of network k is weighted by lr_k / lr, where lr is the optimizer's.
+Gradients and momentum are linear in that weight and all rates follow one schedule, so network k moves as with lr_k.
+Weight decay is not: with it, the rates of a stack must be equal.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from gspace.lab.data import SETS
 from gspace.lab.engine import Engine, Tree, at_least_float32, autocast, compiled, number_type
 from gspace.lab.models import build_model
 from gspace.lab.optimizers import INITS, build_optimizer
 from gspace.lab.recipe import Recipe
 from gspace.lab.seeds import derive
-from gspace.lab.stacked import activations, losses_and_gradients, matrices, stack
-from gspace.lab.transform import Feed
+from gspace.lab.transform import Feed, input_shape
 
 EVALUATION_BATCH = 2_000
 
 Score = tuple[float, float]  # mean loss, fraction of errors
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+# Not path-sgd: it measures all weights of a layer by one exponent, so a network that diverges would spoil the others.
+STACKABLE = ("sgd", "sgd-frozen", "gsgd")
+
+# Weights of a stack on a CPU: what its cache holds. Five [49:512:512:10] (6 MB) still gain (docs/stack.md); five
+# [49:1024:1024:10] (22 MB) are trained one by one.
+CACHE = 8 << 20
 
 
-class Learner(Protocol):
-    """What the loop asks of the thing it trains."""
-
-    kind: str
-    model: nn.Module
-    optimizer: Optimizer
-    totals: Tensor
-
-    def step(self, rows: Tensor) -> None: ...
-    def set_rates(self, rates: Sequence[float]) -> None: ...
-    def score(self, batches: Iterator[tuple[Tensor, Tensor]]) -> list[Score]: ...
+def stackable(recipe: Recipe) -> bool:
+    """Whether several such runs can be trained at once."""
+    return recipe.model == "mlp" and recipe.optimizer in STACKABLE
 
 
-def live(learner: Learner) -> Tree:
-    """Everything that a step writes to."""
-    return [dict(learner.model.state_dict()), learner.optimizer.state_dict(), learner.totals]
+def stack_key(recipe: Recipe) -> Recipe:
+    """Runs with the same key can be one stack: they differ in seed and, without weight decay, in learning rate."""
+    return recipe.but(seed=0) if recipe.weight_decay else recipe.but(seed=0, lr=1.0)
 
 
-def state_of(learner: Learner) -> dict[str, Any]:
-    """What a checkpoint holds of it."""
-    return {"model": dict(learner.model.state_dict()), "optimizer": learner.optimizer.state_dict()}
-
-
-def load_state(learner: Learner, state: Mapping[str, Any]) -> None:
-    rates = [group["lr"] for group in learner.optimizer.param_groups]
-    learner.model.load_state_dict(state["model"])
-    learner.optimizer.load_state_dict(state["optimizer"])
-    for group, rate in zip(learner.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate  # a loaded tensor may lie on another device; the loop sets the value
+def largest_stack(recipe: Recipe, device: str) -> int:
+    """How many such networks train faster together than one after the other."""
+    if device != "cpu":
+        return sys.maxsize
+    inputs = math.prod(input_shape(recipe.data, recipe.inputs))
+    weights = sum(a * b for a, b in pairwise((inputs, *recipe.hidden, SETS[recipe.data].classes)))
+    return max(1, CACHE // (4 * weights))
 
 
 def initial_model(recipe: Recipe, feed: Feed) -> nn.Module:
@@ -64,6 +70,93 @@ def initial_model(recipe: Recipe, feed: Feed) -> nn.Module:
         model = build_model(recipe.model, feed.shape, feed.classes, hidden=recipe.hidden, width=recipe.width)
     INITS[recipe.init](model, recipe)
     return model.to(number_type(recipe.precision))
+
+
+class Learner:
+    """What the loop trains: a network, its optimizer, and the sums of losses and errors since the last point."""
+
+    kind: str
+
+    def __init__(
+        self, recipes: Sequence[Recipe], feed: Feed, engine: Engine, model: nn.Module, example: Tensor
+    ) -> None:
+        device = torch.device(engine.device)
+        self.recipe, self.feed, self.model, self.count = recipes[0], feed, model.to(device), len(recipes)
+        if device.type == "cuda" and self.count == 1:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.reference = max(range(self.count), key=lambda k: recipes[k].lr)  # its rate is the optimizer's
+        lr = recipes[self.reference].lr
+        rate = torch.tensor(lr, device=device) if device.type == "cuda" else lr  # a captured step reads a tensor
+        self.optimizer = build_optimizer(self.model, self.recipe, rate, example)
+        self.totals = torch.zeros(self.count, 2, dtype=torch.float64, device=device)
+        self.loss_totals, self.error_totals = self.totals.unbind(1)
+
+    def step(self, rows: Tensor) -> None:
+        raise NotImplementedError
+
+    def score(self, batches: Batches) -> list[Score]:
+        raise NotImplementedError
+
+    def set_rates(self, rates: Sequence[float]) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rates[self.reference])
+            else:
+                group["lr"] = rates[self.reference]
+
+    def live(self) -> Tree:
+        """Everything that a step writes to."""
+        return [dict(self.model.state_dict()), self.optimizer.state_dict(), self.totals]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # a loaded tensor may lie on another device; the loop sets the value
+
+
+class Single(Learner):
+    """One network of any kind with any optimizer of the table."""
+
+    kind = "single"
+
+    def __init__(self, recipes: Sequence[Recipe], feed: Feed, engine: Engine) -> None:
+        (recipe,) = recipes
+        super().__init__(recipes, feed, engine, initial_model(recipe, feed), feed.x_test.new_zeros(1, *feed.shape))
+        self.measure = compiled(loss_and_errors, code_key(recipe)) if engine.compile else loss_and_errors
+        self.model.train()
+
+    def step(self, rows: Tensor) -> None:
+        feed = self.feed
+        self.optimizer.zero_grad()
+        loss, errors = self.measure(
+            self.model, feed.images, feed.labels, feed.augment.take, feed.finish, rows[0], self.recipe.precision
+        )
+        loss.backward()
+        if not _moved(self.optimizer):
+            self.loss_totals.fill_(torch.nan)
+        self.loss_totals.add_(loss.detach())
+        self.error_totals.add_(errors)
+
+    @torch.no_grad()
+    def score(self, batches: Batches) -> list[Score]:
+        self.model.eval()
+        total, errors = torch.zeros_like(self.totals[0])
+        count = 0
+        for x, y in batches:
+            with autocast(self.recipe.precision, x.device):
+                found = self.model(_laid_out(x))
+            found = at_least_float32(found)
+            total += F.cross_entropy(found, y, reduction="sum")
+            errors += (found.argmax(1) != y).sum()
+            count += len(y)
+        self.model.train()
+        return [(float(total) / count, float(errors) / count)]
 
 
 def loss_and_errors(
@@ -88,58 +181,26 @@ def _laid_out(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
 
 
-class Single:
-    """One network of any kind with any optimizer of the table."""
-
-    kind = "single"
-
-    def __init__(self, recipe: Recipe, feed: Feed, engine: Engine) -> None:
-        device = torch.device(engine.device)
-        self.recipe, self.feed = recipe, feed
-        self.model = initial_model(recipe, feed)
-        self.model.to(device)
-        if device.type == "cuda":
-            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        example = feed.x_test.new_zeros(1, *feed.shape)
-        self.optimizer = build_optimizer(self.model, recipe, _rate(recipe.lr, device), example)
-        self.totals = torch.zeros(1, 2, dtype=torch.float64, device=device)
-        self.loss_total, self.error_total = self.totals[0]
-        self.measure = compiled(loss_and_errors, code_key(recipe)) if engine.compile else loss_and_errors
-        self.model.train()
-
-    def step(self, rows: Tensor) -> None:
-        feed = self.feed
-        self.optimizer.zero_grad()
-        loss, errors = self.measure(
-            self.model, feed.images, feed.labels, feed.augment.take, feed.finish, rows[0], self.recipe.precision
-        )
-        loss.backward()
-        if not _moved(self.optimizer):
-            self.loss_total.fill_(torch.nan)
-        self.loss_total.add_(loss.detach())
-        self.error_total.add_(errors)
-
-    def set_rates(self, rates: Sequence[float]) -> None:
-        _set_rate(self.optimizer, rates[0])
-
-    @torch.no_grad()
-    def score(self, batches: Iterator[tuple[Tensor, Tensor]]) -> list[Score]:
-        self.model.eval()
-        total, errors = torch.zeros_like(self.totals[0])
-        count = 0
-        for x, y in batches:
-            with autocast(self.recipe.precision, x.device):
-                found = self.model(_laid_out(x))
-            found = at_least_float32(found)
-            total += F.cross_entropy(found, y, reduction="sum")
-            errors += (found.argmax(1) != y).sum()
-            count += len(y)
-        self.model.train()
-        return [(float(total) / count, float(errors) / count)]
+def code_key(recipe: Recipe) -> Recipe:
+    """All of a recipe that decides the compiled code of its forward and backward pass; the rest at its default."""
+    names = "data model hidden width precision inputs augment batch_size train_size validation".split()
+    return Recipe(epochs=1.0, **{name: getattr(recipe, name) for name in names})
 
 
-class Stacked:
-    """MLPs of one shape, each with its own seed and learning rate, as one network (stacked.py).
+def _moved(optimizer: Optimizer) -> bool:
+    """Takes a step; False if the optimizer refused it because a gradient is not finite."""
+    try:
+        optimizer.step()
+    except RuntimeError:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if all(bool(grad.isfinite().all()) for grad in grads):
+            raise
+        return False
+    return True
+
+
+class Stacked(Learner):
+    """MLPs of one shape, each with its own seed and learning rate, as one network.
 
     They share nothing but the calls: each sees the batches it would see alone and follows the same arithmetic, up to
     the order of summation inside a matrix product. One that diverges stands still and does not disturb the others.
@@ -148,17 +209,12 @@ class Stacked:
     kind = "stacked"
 
     def __init__(self, recipes: Sequence[Recipe], feed: Feed, engine: Engine) -> None:
-        device = torch.device(engine.device)
-        self.recipe, self.feed, self.count = recipes[0], feed, len(recipes)
-        self.model: nn.Module = stack([initial_model(recipe, feed) for recipe in recipes]).to(device)
-        self.reference = max(range(self.count), key=lambda k: recipes[k].lr)  # its rate is the optimizer's
+        model = stack([initial_model(recipe, feed) for recipe in recipes])
+        example = feed.x_test.new_zeros(1, len(recipes) * math.prod(feed.shape), 1)
+        super().__init__(recipes, feed, engine, model, example)
         largest = recipes[self.reference].lr
         scales = [recipe.lr / largest if largest else 1.0 for recipe in recipes]
-        self.weights = torch.tensor(scales, dtype=feed.x_test.dtype, device=device)
-        example = feed.x_test.new_zeros(1, self.count * math.prod(feed.shape), 1)
-        self.optimizer = build_optimizer(self.model, self.recipe, _rate(largest, device), example)
-        self.totals = torch.zeros(self.count, 2, dtype=torch.float64, device=device)
-        self.loss_totals, self.error_totals = self.totals.unbind(1)
+        self.weights = torch.tensor(scales, dtype=feed.x_test.dtype, device=self.totals.device)
         self.matrices = matrices(self.model, self.count)
 
     def step(self, rows: Tensor) -> None:
@@ -177,19 +233,14 @@ class Stacked:
     @torch.no_grad()
     def _still_diverged(self) -> None:
         """Networks whose gradient is not finite: marks them in `totals` and makes their gradient 0."""
-        grads = [
-            parameter.grad.view(self.count, -1) for parameter in self.model.parameters() if parameter.grad is not None
-        ]
+        grads = [p.grad.view(self.count, -1) for p in self.model.parameters() if p.grad is not None]
         finite = torch.stack([grad.isfinite().all(1) for grad in grads]).all(0)
         for grad in grads:
             grad.copy_(torch.where(finite[:, None], grad, 0))
         self.loss_totals.copy_(torch.where(finite, self.loss_totals, torch.nan))
 
-    def set_rates(self, rates: Sequence[float]) -> None:
-        _set_rate(self.optimizer, rates[self.reference])
-
     @torch.no_grad()
-    def score(self, batches: Iterator[tuple[Tensor, Tensor]]) -> list[Score]:
+    def score(self, batches: Batches) -> list[Score]:
         totals, count = torch.zeros_like(self.totals), 0
         for x, y in batches:
             with autocast(self.recipe.precision, x.device):
@@ -202,42 +253,65 @@ class Stacked:
         return [(loss / count, errors / count) for loss, errors in totals.tolist()]
 
 
-def _rate(value: float, device: torch.device) -> float | Tensor:
-    """The learning rate; on a GPU in a tensor, so that a captured step follows the schedule."""
-    return torch.tensor(value, device=device) if device.type == "cuda" else value
+def stack(models: Sequence[nn.Module]) -> nn.Sequential:
+    """The networks side by side, from `(batch, K·in, 1)` to `(batch, K·classes, 1)`; layers keep their names."""
+    count, stacked = len(models), nn.Sequential()
+    for name, first in models[0].named_children():
+        if isinstance(first, nn.Linear):
+            inputs, outputs = first.in_features, first.out_features
+            layer = nn.Conv1d(count * inputs, count * outputs, 1, groups=count, bias=False, dtype=first.weight.dtype)
+            weights = [model.get_parameter(f"{name}.weight") for model in models]
+            with torch.no_grad():
+                layer.weight.copy_(torch.cat(tuple(weights))[..., None])
+            stacked.add_module(name, layer)
+        elif isinstance(first, nn.ReLU):
+            stacked.add_module(name, nn.ReLU())
+    return stacked
 
 
-def _set_rate(optimizer: Optimizer, value: float) -> None:
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(value)
-        else:
-            group["lr"] = value
+def matrices(stacked: nn.Module, count: int) -> list[Tensor]:
+    """The weights of each layer, `(network, out, in)`, without a copy and outside of autograd."""
+    return [weight.detach().view(count, -1, weight.shape[1]) for weight in stacked.parameters()]
 
 
-def _moved(optimizer: Optimizer) -> bool:
-    """Takes a step; False if the optimizer refused it because a gradient is not finite."""
-    try:
-        optimizer.step()
-    except RuntimeError:
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if all(bool(grad.isfinite().all()) for grad in grads):
-            raise
-        return False
-    return True
+def activations(weights: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+    """Inputs `(network, batch, in)`, then what each layer makes of them; the last are the class scores."""
+    *hidden, last = weights
+    h = [x]
+    for weight in hidden:
+        h.append(torch.bmm(h[-1], weight.mT).relu_())
+    return [*h, torch.bmm(h[-1], last.mT)]
 
 
-def test_images(feed: Feed) -> Iterator[tuple[Tensor, Tensor]]:
+def losses_and_gradients(
+    weights: Sequence[Tensor], x: Tensor, y: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Loss ℓ and number of errors of each network, and the gradients of Σ_k scale_k·ℓ_k.
+
+    Backpropagation written out, because for small networks autograd's own work is most of an iteration:
+        ∂/∂z = (softmax z − onehot y)·scale/batch,  ∂/∂W = (∂/∂z)ᵀ h,  ∂/∂h = (∂/∂z) W where h > 0.
+    """
+    *inputs, scores = activations(weights, x)
+    scores = at_least_float32(scores)
+    log_p = scores.log_softmax(2)
+    label = y.unsqueeze(2)
+    losses = log_p.gather(2, label).mean((1, 2)).neg_()
+    errors = (scores.argmax(2) != y).sum(1)
+    g = log_p.exp_().scatter_add_(2, label, torch.full_like(label, -1, dtype=log_p.dtype))
+    g = g.mul_((scale / y.shape[1]).view(-1, 1, 1)).to(inputs[-1].dtype)
+    grads = []
+    for weight, h in zip(reversed(weights), reversed(inputs), strict=True):
+        grads.append(torch.bmm(g.mT, h).to(weight.dtype))
+        if h is not inputs[0]:
+            g = torch.ops.aten.threshold_backward(torch.bmm(g, weight), h, 0)
+    return losses, errors, grads[::-1]
+
+
+def test_images(feed: Feed) -> Batches:
     yield from zip(feed.x_test.split(EVALUATION_BATCH), feed.y_test.split(EVALUATION_BATCH), strict=True)
 
 
-def training_images(feed: Feed) -> Iterator[tuple[Tensor, Tensor]]:
+def training_images(feed: Feed) -> Batches:
     """The training images as they are, without augmentation."""
     for rows in feed.still_rows().split(EVALUATION_BATCH):
         yield feed.batch(rows)
-
-
-def code_key(recipe: Recipe) -> Recipe:
-    """All of a recipe that decides the compiled code of its forward and backward pass; the rest at its default."""
-    names = "data model hidden width precision inputs augment batch_size train_size validation".split()
-    return Recipe(epochs=1.0, **{name: getattr(recipe, name) for name in names})

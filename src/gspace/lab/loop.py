@@ -1,25 +1,37 @@
-"""The training loop, the same for a single network and for a stack of them; `train.py` makes what it works on."""
+"""The training loop, the same for a single network and for a stack of them; `train.py` makes what it works on.
+
+Signals, and a limit of time, are a request to stop that it reads where it can be stopped.
+"""
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from types import FrameType
 
 import torch
 from torch import Tensor
 
 from gspace.lab.engine import Engine, capture
-from gspace.lab.errors import RecordError, reason
-from gspace.lab.learners import Learner, live, load_state, state_of, test_images, training_images
-from gspace.lab.recipe import Recipe
-from gspace.lab.record import CHECKPOINT, METRICS, Run, finite
-from gspace.lab.schedule import changes, evaluation_interval, learning_rate, points, steps_per_epoch, total_iterations
-from gspace.lab.schema import Line
-from gspace.lab.stopping import Stop, interruption
+from gspace.lab.errors import Interrupted, RecordError, reason
+from gspace.lab.learners import Learner, test_images, training_images
+from gspace.lab.recipe import (
+    Recipe,
+    changes,
+    evaluation_interval,
+    learning_rate,
+    points,
+    steps_per_epoch,
+    total_iterations,
+)
+from gspace.lab.record import CHECKPOINT, METRICS, Line, Run, finite
 from gspace.lab.transform import Feed, epoch_rows
 
 HEARTBEAT = 0.5  # seconds between two reports of progress
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 
 
 @dataclass(frozen=True)
@@ -28,10 +40,8 @@ class Progress:
 
     Attributes:
         recipes: The runs in progress (more than one in a stack).
-        iteration, total: How far they are.
-        loss, error: Means over the training batches since the last point of the curve, per run.
+        loss: Mean over the training batches since the last point of the curve, per run.
         images_per_second: Of this session, evaluation not counted.
-        seconds_left: Estimate.
         lines: The new point of each run's curve, if there is one (None for a run that has diverged before).
     """
 
@@ -39,13 +49,56 @@ class Progress:
     iteration: int
     total: int
     loss: tuple[float, ...]
-    error: tuple[float, ...]
     images_per_second: float
     seconds_left: float
     lines: tuple[Line | None, ...] = ()
 
 
 Watch = Callable[[Progress], None]
+Stop = Callable[[], int | None]  # number of the signal that asks to stop, or None
+
+
+def interruption(signum: int, where: str, minutes: float | None) -> Interrupted:
+    """What ends the work: a signal, or a limit of time, which comes as SIGALRM.
+
+    >>> str(interruption(signal.SIGALRM, "at iteration 5 of 9", 90.0))
+    'the 90 minutes are over at iteration 5 of 9; run again to continue'
+    """
+    why = f"stopped by {signal.Signals(signum).name}"
+    if signum == signal.SIGALRM and minutes is not None:
+        why = "the minute is over" if minutes == 1 else f"the {minutes:g} minutes are over"
+    return Interrupted(f"{why} {where}; run again to continue", signum)
+
+
+@contextmanager
+def stop_requests(minutes: float | None = None) -> Iterator[Stop]:
+    """Turns these signals into a request that the loop reads; a second one acts as it always did.
+
+    With `minutes`, SIGALRM comes after that time. SIGHUP stays ignored where it is (`nohup`).
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before = {s: signal.getsignal(s) for s in STOPPING}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
+
+    def receive(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        signal.signal(signum, before[signal.Signals(signum)])
+
+    for signum in before:
+        signal.signal(signum, receive)
+    try:
+        if minutes is not None:
+            signal.setitimer(signal.ITIMER_REAL, 60 * minutes)
+        yield lambda: received[0] if received else None
+    finally:
+        if minutes is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 class Loop:
@@ -58,13 +111,14 @@ class Loop:
         self.epoch_steps = steps_per_epoch(self.recipe, images)
         self.total = total_iterations(self.recipe, images)
         self.interval = evaluation_interval(self.recipe, self.total)
-        self.iteration = 0
+        self.changes = changes(self.recipe, self.total)
         self.active = [k for k, run in enumerate(runs) if run.summary is None]
+        self.iteration = 0
         self.seconds = 0.0  # of training in all sessions, evaluation not counted
         self.wall = 0.0  # the same with evaluation and checkpoints
         self.session = 0  # iterations of this one
+        self.elapsed = 0.0  # seconds of training in it
         self.overhead = 0.0  # seconds to load, build, compile and capture
-        self.changes = changes(self.recipe, self.total)
         self.advance: Callable[[Tensor], None] = learner.step
         self._resume()
 
@@ -74,11 +128,10 @@ class Loop:
         state = host.load()
         if state is not None:
             if state["kind"] != self.learner.kind:
-                raise RecordError(
-                    f"{host.folder} was begun as a {state['kind']} run: continue it as such, or delete it"
-                )
+                begun = f"{host.folder} was begun as a {state['kind']} run"
+                raise RecordError(f"{begun}: continue it as such, or delete it")
             self._load(state)
-            self._check_curves(self.iteration)
+            self._check_curves()
         for k in self.active:
             self.runs[k].rewind(self.iteration)
         if others and state is None:
@@ -91,25 +144,23 @@ class Loop:
             if state["members"] != self._kind()["members"] or state["iteration"] not in range(self.total + 1):
                 raise ValueError(f"it is at iteration {state['iteration']} of {', '.join(state['members'])}")
             self.iteration, self.seconds, self.wall = state["iteration"], state["seconds"], state["wall"]
-            load_state(self.learner, state["learner"])
+            self.learner.load(state["learner"])
             self.learner.totals.copy_(state["totals"])
             torch.set_rng_state(state["random"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            path = self.runs[0].folder / CHECKPOINT
-            raise RecordError(
-                f"{path} does not fit this run ({reason(error)}): delete it to start this run again"
-            ) from error
+            misfit = f"{self.runs[0].folder / CHECKPOINT} does not fit this run ({reason(error)})"
+            raise RecordError(f"{misfit}: delete it to start this run again") from error
 
-    def _check_curves(self, iteration: int) -> None:
+    def _check_curves(self) -> None:
         """A curve may be ahead of the checkpoint, if a kill came before the next one; what it lacks is lost."""
-        expected = points(self.interval, self.total, iteration)
+        expected = points(self.interval, self.total, self.iteration)
         for run in (self.runs[k] for k in self.active):
             missing = sorted({*expected} - {line["iteration"] for line in run.metrics})
             if missing:
                 again = "this run" if len(self.runs) == 1 else f"the {len(self.runs)} runs of its stack"
                 raise RecordError(
                     f"{run.folder / METRICS} has no point at iteration {missing[0]}, but the checkpoint is at "
-                    f"{iteration}: delete {self.runs[0].folder / CHECKPOINT} to start {again} again"
+                    f"{self.iteration}: delete {self.runs[0].folder / CHECKPOINT} to start {again} again"
                 )
 
     def _kind(self) -> Line:
@@ -118,10 +169,8 @@ class Loop:
     def prepare(self, started: float) -> None:
         """Captures the step, if it is to be one CUDA graph."""
         if self.engine.graph and self.iteration < self.total:
-            rows = self._rows(self.iteration // self.epoch_steps)[0]
-            self.advance = capture(
-                self.learner.step, rows, partial(live, self.learner), self.learner.optimizer.zero_grad
-            )
+            learner, rows = self.learner, self._rows(self.iteration // self.epoch_steps)[0]
+            self.advance = capture(learner.step, rows, learner.live, learner.optimizer.zero_grad)
             torch.cuda.synchronize()
         self.overhead = time.perf_counter() - started
 
@@ -130,7 +179,6 @@ class Loop:
         rows: Tensor | None = None
         rates: list[float] = []
         clock = beat = saved = time.perf_counter()
-        elapsed = 0.0  # seconds of training in this session
         while self.iteration < self.total and self.active:
             epoch, step = divmod(self.iteration, self.epoch_steps)
             if rows is None or step == 0:
@@ -146,12 +194,13 @@ class Loop:
             signum = stop()
             if not (due or signum or time.perf_counter() - beat > HEARTBEAT):
                 continue
-            totals = (self.learner.totals / self._since_line()).tolist()  # waits for the device
-            elapsed += time.perf_counter() - clock
+            since = (self.iteration - 1) % self.interval + 1  # iterations that `totals` sums over
+            totals = (self.learner.totals / since).tolist()  # waits for the device
+            self.elapsed += time.perf_counter() - clock
             self.seconds += time.perf_counter() - clock
             lines = self._point(totals, rates) if due else ()
             try:
-                self._tell(watch, totals, lines, elapsed)
+                self._tell(watch, [loss for loss, _ in totals], lines)
             except OSError:  # nobody reads any more (`| head`), or the log has no room
                 self._save()
                 raise
@@ -166,7 +215,7 @@ class Loop:
                 saved = time.perf_counter()
             self.wall += time.perf_counter() - clock
             clock = beat = time.perf_counter()
-        self._finish(elapsed)
+        self._finish()
 
     def _rows(self, epoch: int) -> Tensor:
         """The rows of an epoch, `(step, network, batch, 1 + draws)`, on the device."""
@@ -175,10 +224,6 @@ class Loop:
         if self.source.labels.is_cuda:
             return rows.pin_memory().to(self.source.labels.device, non_blocking=True)
         return rows
-
-    def _since_line(self) -> int:
-        """Iterations that `totals` sums over."""
-        return (self.iteration - 1) % self.interval + 1
 
     def _point(self, totals: Sequence[Sequence[float]], rates: Sequence[float]) -> tuple[Line | None, ...]:
         """Measures, writes a point of each curve, and takes those out that have diverged."""
@@ -205,26 +250,11 @@ class Loop:
                 self.runs[k].finish({"status": "diverged", **self._facts(k), **line, "test_error": None})
         return tuple(lines)
 
-    def _tell(
-        self,
-        watch: Watch | None,
-        totals: Sequence[Sequence[float]],
-        lines: tuple[Line | None, ...],
-        seconds: float,
-    ) -> None:
-        if watch is None:
-            return
-        progress = Progress(
-            recipes=tuple(run.recipe for run in self.runs),
-            iteration=self.iteration,
-            total=self.total,
-            loss=tuple(loss for loss, _ in totals),
-            error=tuple(errors / self.recipe.batch_size for _, errors in totals),
-            images_per_second=self._images() / seconds,
-            seconds_left=(self.total - self.iteration) * seconds / self.session,
-            lines=lines,
-        )
-        watch(progress)
+    def _tell(self, watch: Watch | None, losses: Sequence[float], lines: tuple[Line | None, ...]) -> None:
+        if watch is not None:
+            left = (self.total - self.iteration) * self.elapsed / self.session
+            speed, recipes = self._images() / self.elapsed, tuple(run.recipe for run in self.runs)
+            watch(Progress(recipes, self.iteration, self.total, tuple(losses), speed, left, lines))
 
     def _images(self) -> int:
         return self.session * self.recipe.batch_size * len(self.runs)
@@ -232,35 +262,23 @@ class Loop:
     def _save(self) -> None:
         for run in self.runs[1:]:
             run.sync()
-        self.runs[0].save(
-            {
-                **self._kind(),
-                "iteration": self.iteration,
-                "seconds": self.seconds,
-                "wall": self.wall,
-                "totals": self.learner.totals,
-                "random": torch.get_rng_state(),
-                "learner": state_of(self.learner),
-            }
-        )
+        state = {"iteration": self.iteration, "seconds": self.seconds, "wall": self.wall}
+        tensors = {"totals": self.learner.totals, "random": torch.get_rng_state(), "learner": self.learner.state()}
+        self.runs[0].save({**self._kind(), **state, **tensors})
 
     def _facts(self, k: int) -> Line:
         """What a summary says besides the last point of the curve."""
         return {"identity": self.runs[k].recipe.identity, "iterations": self.total, "stacked": len(self.runs)}
 
-    def _finish(self, seconds: float) -> None:
+    def _finish(self) -> None:
         if not self.active:
             return
         self._save()
         scores = self.learner.score(training_images(self.source))
-        speed = {"images_per_second": self._images() / seconds} if seconds else {}
+        times = {"images_per_second": self._images() / self.elapsed} if self.elapsed else {}
+        times |= {"wall_seconds": round(self.wall, 3), "overhead_seconds": round(self.overhead, 3)}
         for k in self.active:
-            run = self.runs[k]
-            lines = run.metrics
-            loss, error = scores[k]
-            fit = {"fit_loss": finite(loss), "fit_error": error}
+            lines, (loss, error) = self.runs[k].metrics, scores[k]
             best = {"best_test_error": min(line["test_error"] for line in lines)}
-            overhead = {"wall_seconds": round(self.wall, 3), "overhead_seconds": round(self.overhead, 3)}
-            run.finish(
-                {"status": "finished", **self._facts(k), **(lines[-1] or {}), **best, **fit, **speed, **overhead}
-            )
+            fit = {"fit_loss": finite(loss), "fit_error": error}
+            self.runs[k].finish({"status": "finished", **self._facts(k), **lines[-1], **best, **fit, **times})

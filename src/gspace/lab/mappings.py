@@ -4,19 +4,22 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import gspace
 from gspace.lab.analyze import add_model, analyzed
-from gspace.lab.errors import LabError
+from gspace.lab.errors import RequestError
 from gspace.quantization import Mappings, awq, smoothquant
 
-
-class TableError(LabError, ValueError):
-    """A file that holds no table of mappings; the message fits on one line."""
-
-    exit_code = 2
+FORMATS: dict[str, Callable[[nn.Module, Mappings], list[Any]]] = {
+    "json": lambda model, found: [m.to_dict() for m in found],
+    "awq": awq,
+    "smoothquant": smoothquant,
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a JSON list of [smooth layer, [balance layers]], of [[balance layers], smooth layer] as SmoothQuant has "
         "them, or of objects with smooth_layer and balance_layers; names may be regular expressions behind re:",
     )
-    parser.add_argument(
-        "--format",
-        choices=("table", "json", "awq", "smoothquant"),
-        default="table",
-        help="a table, everything as JSON, or what llm-compressor's modifiers read (default: table)",
-    )
+    told = "a table, everything as JSON, or what llm-compressor's modifiers read (default: table)"
+    parser.add_argument("--format", choices=("table", *FORMATS), default="table", help=told)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,30 +45,22 @@ def run(args: argparse.Namespace) -> int:
     if table is not None:
         print("\n".join(problems) if problems else f"exact: {len(table)} entries")
         return 1 if problems else 0
-    formats: dict[str, Any] = {
-        "json": lambda: [m.to_dict() for m in found],
-        "awq": lambda: awq(model, found),
-        "smoothquant": lambda: smoothquant(model, found),
-    }
     if args.format == "table":
         print(found)
         return 0
-    made = formats[args.format]()
+    made = FORMATS[args.format](model, found)
     print(json.dumps(made, indent=1))
     if len(made) < len(found):
-        print(f"gspace: {_left_out(found, len(made), args.format)}", file=sys.stderr)
+        left = f"{len(found) - len(made)} of {len(found)} mappings are left out"
+        print(f"gspace: {left}: {args.format} has no form for them", file=sys.stderr)
     return 0
-
-
-def _left_out(found: Mappings, made: int, name: str) -> str:
-    return f"{len(found) - made} of {len(found)} mappings are left out: {name} has no form for them"
 
 
 def _read(path: Path) -> list[Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise TableError(f"cannot read the table {str(path)!r}: {error}") from error
+        raise RequestError(f"cannot read the table {str(path)!r}: {error}") from error
     if not isinstance(table, list) or not table:
-        raise TableError(f"{str(path)!r} holds no table: write a list of [smooth layer, [balance layers]]")
+        raise RequestError(f"{str(path)!r} holds no table: write a list of [smooth layer, [balance layers]]")
     return table

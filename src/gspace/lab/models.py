@@ -15,17 +15,16 @@ halves the image. n counts the layers with weights on the longest way: 2·Σ blo
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
 from torch import Tensor, nn
 
 Shape = tuple[int, int, int]  # channel, height, width
-Builder = Callable[[Shape, int, tuple[int, ...], int], nn.Module]
+Layer = Callable[..., nn.Module]
 
 BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 110: (3, 8, 40, 3)}
-SEPARABLE = (2, 3, 6, 2)
 
 
 def mlp(shape: Shape, classes: int, hidden: tuple[int, ...]) -> nn.Sequential:
@@ -97,9 +96,6 @@ class BasicBlock(nn.Module):
         return self.relu2(y + self.shortcut(x))
 
 
-Layer = Callable[..., nn.Module]
-
-
 class StagedNet(nn.Module):
     """Stem, stages of growing width, global average pooling, linear.
 
@@ -108,52 +104,30 @@ class StagedNet(nn.Module):
         counts: Number of such layers in each stage.
     """
 
-    def __init__(self, layer: Layer, counts: tuple[int, ...], channels: int, classes: int, width: int) -> None:
+    def __init__(self, layer: Layer, counts: Sequence[int], shape: Shape, classes: int, width: int) -> None:
         super().__init__()
-        self.stem = conv_bn_relu(channels, width)
-        widths = [width * 2**stage for stage in range(len(counts))]
-        self.stages = nn.Sequential(
-            *(
-                _stage(layer, count, inputs, outputs, stride=1 if stage == 0 else 2)
-                for stage, (count, inputs, outputs) in enumerate(zip(counts, [width, *widths], widths, strict=False))
-            )
-        )
+        self.stem = conv_bn_relu(shape[0], width)
+        self.stages = nn.Sequential()
+        inputs = width
+        for stage, count in enumerate(counts):
+            outputs, stride = width * 2**stage, 1 if stage == 0 else 2
+            layers = [layer(inputs, outputs, stride=stride), *(layer(outputs, outputs) for _ in range(count - 1))]
+            self.stages.append(nn.Sequential(*layers))
+            inputs = outputs
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
-        self.linear = nn.Linear(widths[-1], classes)
+        self.linear = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(self.flatten(self.pool(self.stages(self.stem(x)))))
 
 
-def _stage(layer: Layer, count: int, inputs: int, outputs: int, stride: int) -> nn.Sequential:
-    rest = (layer(outputs, outputs) for _ in range(count - 1))
-    return nn.Sequential(layer(inputs, outputs, stride=stride), *rest)
-
-
-def plain(shape: Shape, classes: int, width: int, *, depth: int) -> StagedNet:
-    counts = tuple(2 * blocks for blocks in BLOCKS[depth])
-    return StagedNet(conv_bn_relu, counts, shape[0], classes, width)
-
-
-def resnet(shape: Shape, classes: int, width: int, *, depth: int) -> StagedNet:
-    return StagedNet(BasicBlock, BLOCKS[depth], shape[0], classes, width)
-
-
-def depthwise(shape: Shape, classes: int, width: int) -> StagedNet:
-    return StagedNet(separable, SEPARABLE, shape[0], classes, width)
-
-
-def _wide(build: Callable[[Shape, int, int], nn.Module]) -> Builder:
-    return lambda shape, classes, hidden, width: build(shape, classes, width)
-
-
-MODELS: Mapping[str, Builder] = {
-    "mlp": lambda shape, classes, hidden, width: mlp(shape, classes, hidden),
-    "cnn": _wide(cnn),
-    **{f"plain-{depth}": _wide(partial(plain, depth=depth)) for depth in BLOCKS},
-    **{f"resnet-{depth}": _wide(partial(resnet, depth=depth)) for depth in BLOCKS},
-    "depthwise": _wide(depthwise),
+MODELS: Mapping[str, Callable[..., nn.Module]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    **{f"plain-{n}": partial(StagedNet, conv_bn_relu, [2 * k for k in blocks]) for n, blocks in BLOCKS.items()},
+    **{f"resnet-{n}": partial(StagedNet, BasicBlock, blocks) for n, blocks in BLOCKS.items()},
+    "depthwise": partial(StagedNet, separable, (2, 3, 6, 2)),
 }
 
 UNUSED: Mapping[str, str] = {name: "width" if name == "mlp" else "hidden" for name in MODELS}  # the size it lacks
@@ -163,12 +137,9 @@ def build_model(
     name: str, shape: Shape, classes: int, *, hidden: tuple[int, ...] = (64, 64), width: int = 64
 ) -> nn.Module:
     """The network called `name` in the table, with weights drawn from torch's global generator."""
-    return MODELS[name](shape, classes, hidden, width)
+    return MODELS[name](shape, classes, hidden if name == "mlp" else width)
 
 
 def stage_ends(model: nn.Module) -> tuple[str, ...]:
     """Names of the modules after which a new stage begins: the stem and every stage; empty for networks without."""
-    stages = getattr(model, "stages", None)
-    if not isinstance(stages, nn.Sequential):
-        return ()
-    return ("stem", *(f"stages.{i}" for i in range(len(stages))))
+    return ("stem", *(f"stages.{i}" for i in range(len(model.stages)))) if isinstance(model, StagedNet) else ()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gspace import GSGD, Analysis, analyze, init_skeleton_
-from gspace.lab.errors import RecipeError
+from gspace.lab.errors import RequestError, reason
 from gspace.lab.models import stage_ends
 from gspace.lab.seeds import generator
 from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Rate = float | Tensor
 Builder = Callable[[nn.Module, "Recipe", Rate, Tensor], Optimizer]
+Init = Callable[[nn.Module, "Recipe"], None]
 
 PINS: Mapping[str, Callable[[nn.Module], tuple[str, ...]]] = {
     "none": lambda model: (),
@@ -50,67 +51,41 @@ def _way(rate: Rate) -> dict[str, Any]:
     return {"fused": True} if isinstance(rate, Tensor) else {"foreach": True}
 
 
-def _sgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), rate, **_momentum(recipe), **_way(rate))
-
-
-def _sgd_frozen(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
-    optimizer = FrozenSkeletonSGD(model, rate, analysis=_analysis(model, recipe), **_momentum(recipe), **_way(rate))
-    optimizer.rechoose()  # in the first weights, before a CUDA graph is captured
-    return optimizer
-
-
 def _gsgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
-    bounds = {"reference": recipe.reference, "max_ratio": recipe.max_ratio, "max_drift": recipe.max_drift}
-    given: dict[str, Any] = {name: value for name, value in bounds.items() if value is not None}
-    rules: dict[str, Any] = {"batch_norm": recipe.batch_norm}
-    if recipe.allocation != "fixed":
-        rules["allocation"] = recipe.allocation
-    optimizer = GSGD(model, rate, **_momentum(recipe), **rules, **given, analysis=_analysis(model, recipe))
-    optimizer.rechoose()  # in the first weights, before a CUDA graph is captured
-    return optimizer
-
-
-def _path_sgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
-    return PathSGD(model, rate, **_momentum(recipe), example_input=example)
+    names = ("batch_norm", "allocation", "reference", "max_ratio", "max_drift")
+    given = {name: value for name in names if (value := getattr(recipe, name)) not in (None, "fixed")}
+    return GSGD(model, rate, **_momentum(recipe), **given, analysis=_analysis(model, recipe))
 
 
 OPTIMIZERS: Mapping[str, Builder] = {
-    "sgd": _sgd,
-    "sgd-frozen": _sgd_frozen,  # control: SGD that leaves the free skeleton weights as they are
+    "sgd": lambda model, r, rate, example: torch.optim.SGD(model.parameters(), rate, **_momentum(r), **_way(rate)),
+    "sgd-frozen": lambda model, r, rate, example: FrozenSkeletonSGD(  # control: leaves the free skeleton as it is
+        model, rate, analysis=_analysis(model, r), **_momentum(r), **_way(rate)
+    ),
     "gsgd": _gsgd,
-    "path-sgd": _path_sgd,
+    "path-sgd": lambda model, r, rate, example: PathSGD(model, rate, **_momentum(r), example_input=example),
 }
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
     """The recipe's optimizer; what it refuses is an error of the recipe."""
     try:
-        return OPTIMIZERS[recipe.optimizer](model, recipe, rate, example)
+        optimizer = OPTIMIZERS[recipe.optimizer](model, recipe, rate, example)
+        if isinstance(optimizer, FrozenSkeletonSGD | GSGD):
+            optimizer.rechoose()  # in the first weights, before a CUDA graph is captured
+        return optimizer
     except ValueError as error:
-        raise RecipeError(f"{recipe.optimizer} refuses this recipe: {' '.join(str(error).split())}") from error
+        raise RequestError(f"{recipe.optimizer} refuses this recipe: {reason(error)}") from error
 
 
-def _own_signs(recipe: Recipe) -> torch.Generator:
-    return generator(recipe.seed, "signs")
+def _skeleton(sign: Any, common: bool = False) -> Init:
+    """The paper's start; signs drawn for each seed, or once for all and as for none of them."""
 
-
-def _common_signs(recipe: Recipe) -> torch.Generator:
-    """The same for every seed, and none of theirs."""
-    return generator(0, "signs", "common")
-
-
-def _skeleton(
-    sign: Any, draws: Callable[[Recipe], torch.Generator] = _own_signs
-) -> Callable[[nn.Module, Recipe], None]:
     def initialise(model: nn.Module, recipe: Recipe) -> None:
-        init_skeleton_(model, sign, draws(recipe), **symmetry(model, recipe))
+        draws = generator(0, "signs", "common") if common else generator(recipe.seed, "signs")
+        init_skeleton_(model, sign, draws, **symmetry(model, recipe))
 
     return initialise
-
-
-def _as_built(model: nn.Module, recipe: Recipe) -> None:
-    """The network's own initial weights."""
 
 
 def _torchvision(model: nn.Module, recipe: Recipe) -> None:
@@ -122,7 +97,7 @@ def _torchvision(model: nn.Module, recipe: Recipe) -> None:
 
 def _torchvision_skeleton(model: nn.Module, recipe: Recipe) -> None:
     _torchvision(model, recipe)
-    _skeleton("positive")(model, recipe)
+    INITS["skeleton"](model, recipe)
 
 
 def _dirac_added(model: nn.Module, recipe: Recipe) -> None:
@@ -156,13 +131,13 @@ def _convolutions(model: nn.Module) -> list[nn.Conv2d]:
     return [module for module in model.modules() if isinstance(module, nn.Conv2d)]
 
 
-INITS: Mapping[str, Callable[[nn.Module, Recipe], None]] = {
-    "default": _as_built,
+INITS: Mapping[str, Init] = {
+    "default": lambda model, recipe: None,  # the network's own
     "torchvision": _torchvision,
     "skeleton": _skeleton("positive"),
     "torchvision-skeleton": _torchvision_skeleton,
     "skeleton-random-signs": _skeleton("random"),
-    "skeleton-common-signs": _skeleton("random", _common_signs),
+    "skeleton-common-signs": _skeleton("random", common=True),
     "dirac-added": _dirac_added,
     "dirac": _dirac,
     "delta-orthogonal": _delta_orthogonal,

@@ -6,12 +6,12 @@ import json
 import math
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from gspace.lab.data import SETS
-from gspace.lab.errors import RecipeError
+from gspace.lab.errors import RequestError
 from gspace.lab.models import MODELS
 from gspace.lab.optimizers import INITS, OPTIMIZERS, PINS
 from gspace.lab.transform import AUGMENTS, INPUTS
@@ -76,18 +76,18 @@ class Recipe:
     stands_for: str = _field("", "the data set that the digits of a quick run stand in for")
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(Recipe).items():
-            object.__setattr__(self, name, _checked(name, kind, getattr(self, name)))
-        if (self.iterations is None) == (self.epochs is None):
-            raise RecipeError("a recipe needs either iterations or epochs, not both")
-        if self.epochs == 0:
-            raise RecipeError("epochs must be more than 0")
-        if self.nesterov and self.momentum == 0:
-            raise RecipeError("nesterov needs a momentum above 0")
-        if list(self.milestones) != sorted(self.milestones):
-            raise RecipeError(f"milestones {self.milestones} are not in order")
-        if self.schedule == "cosine" and self.milestones:
-            raise RecipeError("a cosine has no milestones: leave them out")
+        for name in KINDS:
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
+        refused = {
+            "a recipe needs either iterations or epochs, not both": (self.iterations is None) == (self.epochs is None),
+            "epochs must be more than 0": self.epochs == 0,
+            "nesterov needs a momentum above 0": self.nesterov and self.momentum == 0,
+            f"milestones {self.milestones} are not in order": list(self.milestones) != sorted(self.milestones),
+            "a cosine has no milestones: leave them out": self.schedule == "cosine" and self.milestones,
+        }
+        for why, so in refused.items():
+            if so:
+                raise RequestError(why)
 
     @property
     def identity(self) -> str:
@@ -95,8 +95,8 @@ class Recipe:
 
         A field added later, at its default, leaves the identity of every earlier run as it was.
         """
-        values = {name: value for name, value in self.to_dict().items() if value != _plain(DEFAULTS[name])}
-        return hashlib.sha256(json.dumps(values, sort_keys=True, allow_nan=False).encode()).hexdigest()[:12]
+        text = json.dumps(self.short(), sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def folder(self) -> str:
@@ -107,21 +107,42 @@ class Recipe:
         """Plain JSON values; infinity is written "inf"."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
+    def short(self) -> dict[str, Any]:
+        """The fields that are not at their default: what a queue file holds."""
+        return {name: value for name, value in self.to_dict().items() if value != _plain(DEFAULTS[name])}
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
-        for name in values:
-            check_name("recipe field", name, DEFAULTS)
-        return cls(**values)
+        return cls(**{check_name("recipe field", name, KINDS): value for name, value in values.items()})
 
     def but(self, **changes: Any) -> "Recipe":
         """The same recipe with some fields changed."""
-        for name in changes:
-            check_name("recipe field", name, DEFAULTS)
-        return replace(self, **changes)
+        return replace(self, **{check_name("recipe field", name, KINDS): value for name, value in changes.items()})
 
 
-DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(Recipe) if f.default is not MISSING}
-_METADATA = {f.name: f.metadata for f in fields(Recipe)}
+@dataclass(frozen=True)
+class Kind:
+    """The type of a field: of its items if there may be several (`many`), and whether None is a value of it."""
+
+    item: type
+    many: bool
+    optional: bool
+
+    @classmethod
+    def of(cls, hint: Any) -> "Kind":
+        """
+        >>> Kind.of(tuple[int, ...]), Kind.of(float | None)
+        (Kind(item=<class 'int'>, many=True, optional=False), Kind(item=<class 'float'>, many=False, optional=True))
+        """
+        if isinstance(hint, UnionType):
+            return cls(next(kind for kind in get_args(hint) if kind is not NoneType), False, True)
+        return cls(get_args(hint)[0], True, False) if get_origin(hint) is tuple else cls(hint, False, False)
+
+
+KINDS: Mapping[str, Kind] = {name: Kind.of(hint) for name, hint in get_type_hints(Recipe).items()}
+DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Recipe)}
+_METADATA = {field.name: field.metadata for field in fields(Recipe)}
+_SAID = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
 def check_name(what: str, name: Any, known: Collection[str]) -> str:
@@ -130,46 +151,99 @@ def check_name(what: str, name: Any, known: Collection[str]) -> str:
         return name
     near = difflib.get_close_matches(str(name), known, 1, 0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
-    raise RecipeError(f"unknown {what} {name!r}: {hint}")
+    raise RequestError(f"unknown {what} {name!r}: {hint}")
 
 
-def check_fields(values: Mapping[str, Any]) -> None:
-    """An error if one of these fields, each by itself, can be in no recipe."""
-    hints = get_type_hints(Recipe)
-    for name, value in values.items():
-        _checked(name, hints[check_name("recipe field", name, DEFAULTS)], value)
+def checked(name: str, value: Any) -> Any:
+    """The value of a field as its type, within its choices and bounds."""
+    kind = KINDS[name]
+    if kind.optional and value is None:
+        return None
+    if not kind.many:
+        return _item(name, kind.item, value)
+    if isinstance(value, str) or not isinstance(value, Collection):
+        raise RequestError(f"{name} must be a list, not {value!r}")
+    return tuple(_item(name, kind.item, item) for item in value)
 
 
-def _checked(name: str, kind: Any, value: Any) -> Any:
-    """`value` as `kind`, within the field's choices and bounds."""
-    if isinstance(kind, UnionType):
-        kinds = [k for k in get_args(kind) if k is not NoneType]
-        return None if value is None else _checked(name, kinds[0], value)
-    if get_origin(kind) is tuple:
-        if isinstance(value, str) or not isinstance(value, Collection):
-            raise RecipeError(f"{name} must be a list, not {value!r}")
-        return tuple(_checked(name, get_args(kind)[0], item) for item in value)
+def _item(name: str, kind: type, value: Any) -> Any:
     if kind is float and (type(value) is int or value == "inf"):
         value = float(value)
     if type(value) is not kind:
-        raise RecipeError(f"{name} must be {_KINDS[kind]}, not {value!r}")
-    metadata = _METADATA[name]
-    if metadata["choices"]:
-        return check_name(name, value, metadata["choices"])
-    if kind in (int, float) and not metadata["low"] <= value <= metadata["high"]:
-        bounds = (
-            f"at least {metadata['low']}"
-            if value < metadata["low"] or value != value
-            else f"at most {metadata['high']:g}"
-        )
-        raise RecipeError(f"{name} must be {bounds}, not {value}")
+        raise RequestError(f"{name} must be {_SAID[kind]}, not {value!r}")
+    choices, low, high = (_METADATA[name][key] for key in ("choices", "low", "high"))
+    if choices:
+        return check_name(name, value, choices)
+    if kind in (int, float) and not low <= value <= high:
+        bounds = f"at most {high:g}" if value > high else f"at least {low}"
+        raise RequestError(f"{name} must be {bounds}, not {value}")
     return value
-
-
-_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return "inf" if value == math.inf else value
+
+
+# How long a run is, and its learning rate at each iteration: one schedule for every optimizer. ------------------------
+
+
+def images_of(recipe: Recipe) -> int:
+    """Training images of a run."""
+    there = SETS[recipe.data].train - recipe.validation
+    return min(recipe.train_size or there, there)
+
+
+def steps_per_epoch(recipe: Recipe, images: int) -> int:
+    """Whole batches in the training set; the rest of each permutation is left out."""
+    if recipe.batch_size > images:
+        raise RequestError(f"batch_size {recipe.batch_size} is more than the {images} training images")
+    return images // recipe.batch_size
+
+
+def total_iterations(recipe: Recipe, images: int) -> int:
+    if recipe.iterations is not None:
+        return recipe.iterations
+    assert recipe.epochs is not None, "a recipe has a length"
+    return max(1, round(recipe.epochs * steps_per_epoch(recipe, images)))
+
+
+def drops(recipe: Recipe, total: int) -> tuple[int, ...]:
+    """The iterations at which a schedule of steps falls."""
+    return tuple(round(milestone * total) for milestone in recipe.milestones)
+
+
+def changes(recipe: Recipe, total: int) -> Collection[int]:
+    """The iterations before which the learning rate has to be set."""
+    return range(total) if recipe.schedule == "cosine" or recipe.warm_up else drops(recipe, total)
+
+
+def learning_rate(recipe: Recipe, iteration: int, total: int) -> float:
+    """lr · gamma^k, where k milestones (fractions of the run) have passed, or half a cosine; first a line upwards.
+
+    >>> recipe = Recipe(iterations=100, lr=1.0, schedule="cosine", warm_up=0.04)
+    >>> [round(learning_rate(recipe, i, 100), 3) for i in (0, 3, 4, 52, 99)]
+    [0.25, 1.0, 1.0, 0.5, 0.0]
+    """
+    rise = round(recipe.warm_up * total)
+    if iteration < rise:
+        return recipe.lr * (iteration + 1) / rise
+    if recipe.schedule == "cosine":
+        return recipe.lr * (1 + math.cos(math.pi * (iteration - rise) / (total - rise))) / 2
+    return recipe.lr * recipe.gamma ** sum(iteration >= drop for drop in drops(recipe, total))
+
+
+def evaluation_interval(recipe: Recipe, total: int) -> int:
+    """Iterations between two points of the curve, which has about a hundred if the recipe does not say."""
+    return recipe.eval_every if recipe.eval_every is not None else max(1, total // 100)
+
+
+def points(interval: int, total: int, iteration: int) -> list[int]:
+    """Where the curve has points once `iteration` is reached: every `interval` iterations, and at the end.
+
+    >>> points(7, 20, 15), points(7, 20, 20)
+    ([7, 14], [7, 14, 20])
+    """
+    last = [total] if iteration == total and total % interval else []
+    return [*range(interval, iteration + 1, interval), *last]

@@ -10,7 +10,8 @@
 
 Whole files are written beside their place and renamed, so a reader sees the old or the new one, never a part. A line
 that was being written when the process died is not a line. One process works on a folder at a time. What is written
-carries the run's digest (`schema.py`), and a checkpoint the names of its runs: files of another run are refused.
+carries a digest, the SHA-256 of an object as JSON and of the run that it belongs to, and a checkpoint the names of its
+runs: files of another run are refused. Every reader goes through the same checks.
 """
 
 import hashlib
@@ -22,24 +23,127 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from filelock import FileLock, Timeout
 
+import gspace
 from gspace.lab.errors import BusyError, RecordError, reason
 from gspace.lab.recipe import Recipe
-from gspace.lab.schema import Line, check_curve, check_end, check_sessions, check_summary, parsed, sealed, unsealed
 
 NAMES = "recipe.json environment.json metrics.jsonl checkpoint summary.json"
 RECIPE, ENVIRONMENT, METRICS, CHECKPOINT, SUMMARY = NAMES.split()
 _MAGIC = b"gspace-checkpoint-1\n"
-T = TypeVar("T")
 _FOLDER = re.compile(r"[\w-]+-seed\d+-[0-9a-f]{12}")
+T = TypeVar("T")
+Line = dict[str, Any]
+
+# What a record may hold: a ValueError says what is wrong, whoever reads the file names it. ----------------------------
+
+COLUMNS = ("iteration", "train_loss", "train_error", "test_loss", "test_error")
+"""What every point of a curve has; the rest follows from the recipe."""
+POINT = {*COLUMNS, "epoch", "lr", "seconds"}
+NEEDED = ("status", "identity", "iteration", "iterations", "test_error")
+TIMES = ("images_per_second", "wall_seconds", "overhead_seconds")
+ENDED = {*POINT, *NEEDED, *TIMES, "stacked", "best_test_error", "fit_loss", "fit_error"}
+DIGEST = "digest"
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a field can have this value: a name, a count, a share, a time, or a loss, null if it is not finite."""
+    if name in ("status", "identity"):
+        return isinstance(value, str) if name == "identity" else value in ("finished", "diverged")
+    if name.endswith("_loss") and value is None:
+        return True
+    kinds = (int,) if name in ("iteration", "iterations", "stacked") else (int, float)
+    if type(value) not in kinds or not math.isfinite(value):
+        return False
+    return name.endswith("_loss") or 0 <= value <= (1 if name.endswith("_error") else math.inf)
+
+
+def _check(value: Line, known: Collection[str], needed: Sequence[str], empty: Collection[str] = ()) -> None:
+    for name in needed:
+        if name not in value:
+            raise ValueError(f"it has no {name!r}")
+    for name, entry in value.items():
+        if name not in known:
+            raise ValueError(f"{name!r} is no field of a record")
+        if entry is not None if name in empty else not _fits(name, entry):
+            raise ValueError(f"{name} is {entry!r}")
+
+
+def check_summary(summary: Line, recipe: Recipe) -> Line:
+    """The end of a run of this recipe."""
+    _check(summary, ENDED, NEEDED, ("test_error",) if summary.get("status") == "diverged" else ())
+    if summary["identity"] != recipe.identity:
+        raise ValueError(f"it is the end of run {summary['identity']}, not of {recipe.folder}")
+    return summary
+
+
+def check_sessions(sessions: Any) -> tuple[Line, ...]:
+    """Where and with what a run was computed: its environments, oldest first."""
+    if not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
+        raise ValueError("it has no list of sessions")
+    return tuple(sessions)
+
+
+def check_curve(points: Sequence[Line]) -> tuple[Line, ...]:
+    """Points of a curve, in order."""
+    for point in points:
+        _check(point, POINT, COLUMNS)
+    iterations = [point["iteration"] for point in points]
+    if iterations != sorted(set(iterations)):
+        raise ValueError("the points of its curve are not in order")
+    return tuple(points)
+
+
+def check_end(summary: Line | None, points: Sequence[Line]) -> None:
+    """The curve of a run that has ended ends where its summary says."""
+    if summary is None:
+        return
+    last = points[-1] if points else {}
+    for name in ("iteration", "test_error") if summary["status"] == "finished" else ("iteration",):
+        if last.get(name) != summary[name]:
+            raise ValueError(f"its curve ends with {name} {last.get(name)}, its summary has {summary[name]}")
+
+
+def parsed(content: bytes) -> Line:
+    """The JSON object in a file or a line."""
+    try:
+        value = json.loads(content, parse_constant=_no_number)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError("it holds no JSON object")
+    return value
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def sealed(value: Mapping[str, Any], identity: str) -> Line:
+    """With the digest that makes it a part of the run."""
+    text = json.dumps(value, sort_keys=True, allow_nan=False)
+    return {**value, DIGEST: hashlib.sha256(f"{identity} {text}".encode()).hexdigest()[:16]}
+
+
+def unsealed(value: Line, identity: str) -> Line:
+    """Without its digest, once that is compared."""
+    rest = {name: entry for name, entry in value.items() if name != DIGEST}
+    if DIGEST not in value:
+        raise ValueError("it has no digest: it was written before gspace 0.2")
+    if value[DIGEST] != sealed(rest, identity)[DIGEST]:
+        raise ValueError("its digest differs: it was changed, or is another run's")
+    return rest
+
+
+# Run folders ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,7 +159,7 @@ class Run:
         return read_summary(self.folder, self.recipe)
 
     @property
-    def metrics(self) -> list[Line]:
+    def metrics(self) -> tuple[Line, ...]:
         return _curve(self.folder, self.recipe)
 
     def begin(self, environment: Mapping[str, Any]) -> None:
@@ -107,9 +211,8 @@ class Run:
             message = f"{path} holds no state of a run alone and is not loaded: delete it to start this run again"
             raise RecordError(message) from error
         if not plain or self.folder.name not in members:
-            raise RecordError(
-                f"{path} is that of another run ({', '.join(members)}): delete it to start this run again"
-            )
+            other = f"{path} is that of another run ({', '.join(members)})"
+            raise RecordError(f"{other}: delete it to start this run again")
         return dict(state)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -175,13 +278,11 @@ def read_run(folder: Path) -> Record:
         check_end(summary, curve)
     except ValueError as error:
         raise RecordError(f"{folder / METRICS} is not that of {SUMMARY}: {error}") from error
-    return Record(folder, recipe, _sessions(folder, recipe), tuple(curve), summary)
+    return Record(folder, recipe, _sessions(folder, recipe), curve, summary)
 
 
 def environment(**options: Any) -> Line:
     """Where and with what a session runs."""
-    import gspace
-
     cuda = torch.cuda.is_available()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -264,17 +365,15 @@ def _recipe(content: bytes) -> Recipe:
 
 def _sessions(folder: Path, recipe: Recipe) -> tuple[Line, ...]:
     def parse(content: bytes) -> tuple[Line, ...]:
-        value = unsealed(parsed(content), recipe.identity)
-        return check_sessions(value.get("sessions"))
+        return check_sessions(unsealed(parsed(content), recipe.identity).get("sessions"))
 
     return _read(folder / ENVIRONMENT, parse) or ()
 
 
-def _curve(folder: Path, recipe: Recipe) -> list[Line]:
+def _curve(folder: Path, recipe: Recipe) -> tuple[Line, ...]:
     """The whole lines of a file to which a process may be writing, or was when it died."""
 
-    def parse(content: bytes) -> list[Line]:
-        points = [unsealed(parsed(line), recipe.identity) for line in content.split(b"\n")[:-1]]
-        return list(check_curve(points))
+    def parse(content: bytes) -> tuple[Line, ...]:
+        return check_curve([unsealed(parsed(line), recipe.identity) for line in content.split(b"\n")[:-1]])
 
-    return _read(folder / METRICS, parse) or []
+    return _read(folder / METRICS, parse) or ()

@@ -14,29 +14,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspace.lab.archive import collect, read_records, scores_of, short_recipe
-from gspace.lab.cells import (
-    DATA_NAMES,
-    LENGTHS,
-    Cell,
-    Experiment,
-    Method,
-    Scores,
-    Variant,
-    guessed,
-    jobs,
-)
-from gspace.lab.claims import claims
+from gspace.lab.archive import collect, read_records, scores_of
+from gspace.lab.cells import DATA_NAMES, LENGTHS, Cell, Experiment, Method, Scores, Variant, guessed, jobs
 from gspace.lab.cost import CPU, GPU, duration, estimate
-from gspace.lab.document import Document, Section, Table, code, markdown
+from gspace.lab.document import Document, Section, Table, code, markdown, page
 from gspace.lab.errors import RecordError
 from gspace.lab.experiments import EXPERIMENTS
-from gspace.lab.figures import draw
-from gspace.lab.page import page
-from gspace.lab.panels import panels
+from gspace.lab.figures import draw, panels
 from gspace.lab.recipe import Recipe, check_name
 from gspace.lab.record import Record, make_folder, write_atomic
-from gspace.lab.tabulate import MEASURES, Found, outcome, tables, write
+from gspace.lab.tabulate import ERROR, Found, claims, outcome, tables, write
 
 TITLE = "Measured with gspace"
 READING = (
@@ -54,9 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUNS", type=Path, nargs="+", help="folders of run folders or of records")
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="where to (default: report)")
     parser.add_argument("--only", metavar="NAME,...", help="experiments to report on (default: all that were begun)")
-    parser.add_argument(
-        "--export", type=Path, metavar="DIR", help="instead, add finished runs to the files there, one per experiment"
-    )
+    told = "instead, add finished runs to the files there, one per experiment"
+    parser.add_argument("--export", type=Path, metavar="DIR", help=told)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,10 +80,7 @@ def publish(document: Document, out: Path) -> list[Path]:
     make_folder(out / "figures")
     text, html = out / "report.md", out / "report.html"
     drawn = [
-        path
-        for section in document.sections
-        if section.panels
-        for path in draw(section.panels, out / "figures" / section.name)
+        path for some in document.sections if some.panels for path in draw(some.panels, out / "figures" / some.name)
     ]
     write_atomic(text, markdown(document, "figures").encode())
     pictures = {path.stem: path.read_bytes() for path in drawn if path.suffix == ".svg"}
@@ -145,8 +128,8 @@ def assemble(
         _others(others),
         _environments(records),
     )
+    kept, summary = ([table for table in some if table.rows] for some in (appendix, [claims(experiments, found)]))
     sections = tuple(section(part, found) for part in parts)
-    kept, summary = ([table for table in some if table.rows] for some in (appendix, (claims(experiments, found),)))
     return Document(TITLE, command, READING, sections, tuple(kept), tuple(summary))
 
 
@@ -183,7 +166,7 @@ def variants(recipes: Collection[Recipe]) -> Iterator[Variant]:
 
 
 def section(part: Part, found: Found) -> Section:
-    experiment, measures = part.experiment, part.experiment.measures
+    experiment = part.experiment
     source = f"{experiment.source} of the paper" if experiment.source else "not in the paper"
     label = f" ({part.variant.label})" if part.variant.label else ""
     stands = sorted({cell.line.rsplit(", ", 1)[-1] for cell in part.cells if cell.recipes[0].stands_for})
@@ -197,8 +180,8 @@ def section(part: Part, found: Found) -> Section:
             *(f"**{label.capitalize()}.**" for label in [part.variant.label] if label),
             *(f"**Not the paper's data: {stand}.**" for stand in stands),
         ),
-        tables=tuple(tables(part.cells, found, measures)),
-        panels=tuple(panels(part.cells, found, measures)),
+        tables=tuple(tables(part.cells, found)),
+        panels=tuple(panels(part.cells, found)),
     )
 
 
@@ -235,17 +218,14 @@ def _diverged(records: Sequence[Record]) -> Table:
 def _others(records: Sequence[Record]) -> Table:
     """Runs that belong to no experiment above."""
     found = {record.recipe: record for record in records}
-    rows = [
-        (r.folder, _settings(r), write(outcome([r], found, MEASURES["test_error"]), MEASURES["test_error"]))
-        for r in found
-    ]
+    rows = [(r.folder, _settings(r), write(outcome([r], found, ERROR), ERROR)) for r in found]
     held = any(recipe.validation for recipe in found)
     label = "test error, % (with validation: of those images)" if held else "test error, %"
     return Table("Other runs", ("run", "settings", label), tuple(rows), 2)
 
 
 def _settings(recipe: Recipe) -> str:
-    return ", ".join(f"{name} {value}" for name, value in short_recipe(recipe).items() if name != "seed")
+    return ", ".join(f"{name} {value}" for name, value in recipe.short().items() if name != "seed")
 
 
 def _environments(records: Sequence[Record]) -> Table:
@@ -253,13 +233,9 @@ def _environments(records: Sequence[Record]) -> Table:
     keys = ("gspace", "commit", "torch", "python", "platform", "cores", "gpu")
     last = [record.sessions[-1] if record.sessions else {} for record in records]
     count = Counter(tuple(str(session.get(key) or "–") for key in keys) for session in last)
-    rows = [
-        (*(_short(value) if key == "commit" else value for key, value in zip(keys, values, strict=True)), str(n))
-        for values, n in sorted(count.items())
-    ]
+    rows = []
+    for values, n in sorted(count.items()):
+        shown = dict(zip(keys, values, strict=True))
+        shown["commit"] = shown["commit"][:12] + "+" * shown["commit"].endswith("+")  # a + if the tree had changes
+        rows.append((*shown.values(), str(n)))
     return Table("Environment", (*keys, "runs"), tuple(rows), len(keys))
-
-
-def _short(commit: str) -> str:
-    """Its first digits, and a + if the tree had changes."""
-    return commit[:12] + "+" * commit.endswith("+")

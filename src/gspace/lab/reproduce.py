@@ -7,14 +7,14 @@
 import argparse
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gspace.lab import options
-from gspace.lab.archive import read_records, scores_of, short_recipe
+from gspace.lab.archive import read_records, scores_of
 from gspace.lab.cells import LENGTHS, Cell, Experiment, Scores, Variant, guessed, jobs
-from gspace.lab.cost import CPU, GPU, Machine, duration, estimate
-from gspace.lab.errors import RecipeError
+from gspace.lab.cost import CPU, GPU, duration, estimate
+from gspace.lab.errors import RequestError
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.recipe import Recipe, check_name
 from gspace.lab.record import Record
@@ -28,36 +28,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"experiments:\n{names}\n\nRunning it again skips what is finished and continues what was stopped."
     parser.add_argument("name", metavar="NAME", help="an experiment of the list below")
     parser.add_argument("--quick", action="store_true", help="small networks on the digits, minutes on a CPU")
-    parser.add_argument(
-        "--length", choices=LENGTHS, default="1", help="fraction of the schedule, marked as such (default: 1)"
-    )
-    add_filters(parser)
-    parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="run folders (default: runs)")
-    parser.add_argument(
-        "--results", type=Path, metavar="DIR", nargs="+", default=[], help="records that count as finished runs too"
-    )
+    told = "fraction of the schedule, marked as such (default: 1)"
+    parser.add_argument("--length", choices=LENGTHS, default="1", help=told)
+    told = "records that count as finished runs too"
+    parser.add_argument("--results", type=Path, metavar="DIR", nargs="+", default=[], help=told)
     parser.add_argument("--report", type=Path, metavar="DIR", help="where the report goes (default: OUT/report/NAME)")
     parser.add_argument("--list", action="store_true", help="show the runs and what is left to pay, run nothing")
     parser.add_argument("--json", action="store_true", help="with --list: the file for `gspace train --queue`")
-    options.add_data(parser)
-    options.add_engine(parser)
-    options.add_sweep(parser)
-
-
-def add_filters(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("only some of the runs (lists are separated by commas)")
-    group.add_argument("--data", type=_names, metavar="SET,...", help="data sets, for example cifar10")
-    group.add_argument("--model", type=_names, metavar="NAME,...", help="networks, for example plain-34")
-    group.add_argument("--method", type=_names, metavar="KEY,...", help="methods, for example sgd,gsgd")
+    for name, (what, example, _) in FILTERS.items():
+        group.add_argument(f"--{name}", type=_names, metavar="NAME,...", help=f"{what}s, for example {example}")
     group.add_argument("--part", metavar="TEXT", help="tables whose heading holds this text, for example grid")
     group.add_argument("--seeds", type=options.numbers, metavar="N,...", help="seeds, for example 0,1,2 or 0-2")
+    options.add_runs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs what is not finished and writes the report; 1 if a run failed."""
     experiment = EXPERIMENTS[check_name("experiment", args.name, EXPERIMENTS)]
     if args.quick and args.length != "1":
-        raise RecipeError("--quick has a schedule of its own: leave --length out")
+        raise RequestError("--quick has a schedule of its own: leave --length out")
     variant = Variant(args.quick, LENGTHS[args.length])
 
     def cells(scores: Scores) -> list[Cell]:
@@ -113,36 +103,36 @@ def recorded(args: argparse.Namespace) -> list[Record]:
 def selected(cells: Sequence[Cell], args: argparse.Namespace) -> list[Cell]:
     """The cells and runs that the filters leave; a filter that names nothing is an error."""
     kept = list(cells)
-    for what, wanted, key in FILTERS:
-        asked = getattr(args, what)
+    for name, (what, _, key) in FILTERS.items():
+        asked = getattr(args, name)
         if asked is not None:
-            there = {key(cell) for cell in cells}
-            for name in asked:
-                check_name(wanted, name, sorted(there))
-            kept = [cell for cell in kept if key(cell) in asked]
+            there = sorted({key(cell) for cell in cells})
+            wanted = [check_name(what, one, there) for one in asked]
+            kept = [cell for cell in kept if key(cell) in wanted]
     if args.part:
         parts = dict.fromkeys(cell.part for cell in kept)
         kept = [cell for cell in kept if args.part in cell.part]
         if not kept:  # also where it comes later: what decides its runs is not finished
-            raise RecipeError(f"none of the tables known so far has {args.part!r} in its heading: {'; '.join(parts)}")
+            raise RequestError(f"none of the tables known so far has {args.part!r} in its heading: {'; '.join(parts)}")
     if args.seeds is not None:
         kept = [cell.only(args.seeds) for cell in kept]
     kept = [cell for cell in kept if cell.recipes]
     if not kept:
-        raise RecipeError("no run of the experiment fits all of these filters")
+        raise RequestError("no run of the experiment fits all of these filters")
     return kept
 
 
-FILTERS: tuple[tuple[str, str, Callable[[Cell], str]], ...] = (
-    ("data", "data set", lambda cell: cell.recipes[0].stands_for or cell.recipes[0].data),
-    ("model", "network", lambda cell: cell.recipes[0].model),
-    ("method", "method", lambda cell: cell.method.key),
-)
+# What a filter names, an example, and that of a cell.
+FILTERS: Mapping[str, tuple[str, str, Callable[[Cell], str]]] = {
+    "data": ("data set", "cifar10", lambda cell: cell.recipes[0].stands_for or cell.recipes[0].data),
+    "model": ("network", "plain-34", lambda cell: cell.recipes[0].model),
+    "method": ("method", "sgd,gsgd", lambda cell: cell.method.key),
+}
 
 
 def as_queue(recipes: Sequence[Recipe]) -> str:
     """The list that `gspace train --queue` takes, a recipe per line."""
-    return "[\n" + ",\n".join(json.dumps(short_recipe(recipe)) for recipe in recipes) + "\n]"
+    return "[\n" + ",\n".join(json.dumps(recipe.short()) for recipe in recipes) + "\n]"
 
 
 def as_text(experiment: Experiment, variant: Variant, cells: Sequence[Cell], scores: Scores) -> str:
@@ -164,8 +154,8 @@ def as_text(experiment: Experiment, variant: Variant, cells: Sequence[Cell], sco
 def costs(recipes: Sequence[Recipe]) -> str:
     """The estimate on each machine that could be meant; the CPU's only where it is bearable."""
     day = 24 * 3600
-    found: list[tuple[Machine, float]] = [(machine, estimate(recipes, machine)) for machine in (GPU, CPU)]
-    return ", ".join(f"{duration(seconds)} on {machine.name}" for machine, seconds in found if seconds < day)
+    found = {machine.name: estimate(recipes, machine) for machine in (GPU, CPU)}
+    return ", ".join(f"{duration(seconds)} on {name}" for name, seconds in found.items() if seconds < day)
 
 
 def _names(text: str) -> list[str]:

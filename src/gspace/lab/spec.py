@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from gspace.lab.errors import LabError
+from gspace.lab.errors import RequestError, named
 
 FORM = (
     "package.module:callable or path/to/model.py:callable, with literal arguments, as in model.py:build(width=32), "
@@ -28,12 +28,6 @@ FORM = (
 
 # The shortest source that leaves a name behind the colon: 'C:\\nets\\model.py:build("a:b")' splits before 'build'.
 _SPEC = re.compile(r"(?P<source>.+?):(?P<name>[^\W\d][\w.]*)(?P<call>\(.*\))?", re.DOTALL)
-
-
-class SpecError(LabError, ValueError):
-    """A SPEC that names no model; the message fits on one line."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -63,11 +57,8 @@ def parse_spec(text: str) -> Spec:
         return Spec(text.strip(), "config.json")
     match = _SPEC.fullmatch(text.strip())
     if match is None:
-        raise SpecError(f"SPEC {text!r} is not of the form {FORM}")
-    source, name, call = match["source"], match["name"], match["call"]
-    if call is None:
-        return Spec(source, name)
-    return Spec(source, name, *_literals(call))
+        raise RequestError(f"SPEC {text!r} is not of the form {FORM}")
+    return Spec(match["source"], match["name"], *(_literals(match["call"]) if match["call"] else ()))
 
 
 def load_model(spec: Spec) -> nn.Module:
@@ -75,13 +66,25 @@ def load_model(spec: Spec) -> nn.Module:
 
     What the imported code prints goes to stderr, so that the standard output holds the report alone.
     """
-    if spec.source == "hf" or spec.name == "config.json":
-        return _from_config(spec)
+    where = f"{spec.source}:{spec.name}"
     with contextlib.redirect_stdout(sys.stderr):
-        factory = _attribute(_import(spec.source), spec)
-        model = factory if spec.args is None and isinstance(factory, nn.Module) else _call(factory, spec)
+        if spec.source == "hf" or spec.name == "config.json":
+            return _from_config(spec)
+        factory: Any = _import(spec.source)
+        for part in spec.name.split("."):
+            if not hasattr(factory, part):
+                raise RequestError(f"{spec.source!r} has no {spec.name!r}")
+            factory = getattr(factory, part)
+        if isinstance(factory, nn.Module) and spec.args is None:
+            return factory
+        if isinstance(factory, nn.Module) or not callable(factory):
+            raise RequestError(f"{where} is a {type(factory).__name__} and builds no model")
+        try:
+            model = factory(*(spec.args or ()), **spec.kwargs)
+        except (Exception, SystemExit) as error:  # the factory is the user's and may raise anything
+            raise RequestError(f"{where} failed: {named(error)}") from error
     if not isinstance(model, nn.Module):
-        raise SpecError(f"{spec.source}:{spec.name} gives a {type(model).__name__}, not a torch.nn.Module")
+        raise RequestError(f"{where} gives a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
@@ -90,45 +93,35 @@ def _from_config(spec: Spec) -> nn.Module:
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
-        raise SpecError("Hugging Face models need the package transformers: pip install transformers") from error
+        raise RequestError("Hugging Face models need the package transformers: pip install transformers") from error
     try:
         if spec.name == "config.json":
             config = transformers.AutoConfig.from_pretrained(str(Path(spec.source).expanduser()), local_files_only=True)
         else:
             config = getattr(transformers, spec.name)(*(spec.args or ()), **spec.kwargs)
-        named = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]
-        if named:
-            return named[0](config)
+        known = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]
+        if known:
+            return known[0](config)
         causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
         auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
         return auto.from_config(config)
     except Exception as error:  # what transformers makes of a config may raise anything
-        raise SpecError(f"{spec.source}:{spec.name} failed: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """The type and the message of an exception, on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        raise RequestError(f"{spec.source}:{spec.name} failed: {named(error)}") from error
 
 
 def _literals(call: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    told = " ".join(call.split())
     try:
         node = ast.parse(f"_{call}", mode="eval").body
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-            raise SpecError(f"cannot read the arguments {told}: more than one pair of parentheses")
+            raise SyntaxError("more than one pair of parentheses")
         kwargs = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg is not None}
         if len(kwargs) < len(node.keywords):
-            raise SpecError(f"cannot read the arguments {told}: ** is not a literal")
-        return tuple(ast.literal_eval(argument) for argument in node.args), kwargs
-    except SpecError:
-        raise
-    except SyntaxError as error:
-        raise SpecError(f"cannot read the arguments {told}: {error.msg}") from error
-    except (ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise SpecError(
-            f"cannot read the arguments {told}: only literals are allowed (numbers, strings, ...)"
-        ) from error
+            raise SyntaxError("** is not a literal")
+        return tuple(map(ast.literal_eval, node.args)), kwargs
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        only = "only literals are allowed (numbers, strings, ...)"
+        why = error.msg if isinstance(error, SyntaxError) else only
+        raise RequestError(f"cannot read the arguments {' '.join(call.split())}: {why}") from error
 
 
 def _import(source: str) -> ModuleType:
@@ -136,16 +129,15 @@ def _import(source: str) -> ModuleType:
     is_file = source.endswith(".py") or "/" in source or "\\" in source
     path = Path(source).expanduser()
     if is_file and not (path.is_file() and path.suffix == ".py"):
-        raise SpecError(f"cannot import {source!r}: no such Python file")
+        raise RequestError(f"cannot import {source!r}: no such Python file")
     folder = str(path.resolve().parent) if is_file else str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
         return _execute(path) if is_file else importlib.import_module(source)
-    except ModuleNotFoundError as error:
-        raise SpecError(f"cannot import {source!r}: {error}") from error
     except (Exception, SystemExit) as error:  # the code is the user's and may raise anything
-        raise SpecError(f"cannot import {source!r}: {one_line(error)}") from error
+        why = str(error) if isinstance(error, ModuleNotFoundError) else named(error)
+        raise RequestError(f"cannot import {source!r}: {why}") from error
 
 
 def _execute(path: Path) -> ModuleType:
@@ -156,21 +148,3 @@ def _execute(path: Path) -> ModuleType:
     sys.modules[found.name] = module
     found.loader.exec_module(module)
     return module
-
-
-def _attribute(module: ModuleType, spec: Spec) -> Any:
-    value: Any = module
-    for part in spec.name.split("."):
-        if not hasattr(value, part):
-            raise SpecError(f"{spec.source!r} has no {spec.name!r}")
-        value = getattr(value, part)
-    return value
-
-
-def _call(factory: Any, spec: Spec) -> Any:
-    if isinstance(factory, nn.Module) or not callable(factory):
-        raise SpecError(f"{spec.source}:{spec.name} is a {type(factory).__name__} and builds no model")
-    try:
-        return factory(*(spec.args or ()), **spec.kwargs)
-    except (Exception, SystemExit) as error:  # the factory is the user's and may raise anything
-        raise SpecError(f"{spec.source}:{spec.name} failed: {one_line(error)}") from error

@@ -1,49 +1,88 @@
-"""Runs a list of recipes: one after the other in this process, or as the tasks of a Ray cluster (docs/sweeps.md).
+"""`gspace train`: one recipe with a few seeds, or a list of recipes, here or as the tasks of a Ray cluster.
 
 MLPs that differ in seed and rate alone are trained together, as one stack. What is finished is left alone, what was
-stopped is continued. A run that fails is reported and left; running the list again continues it.
+stopped is continued. A run that fails is reported and left; running the list again continues it (docs/sweeps.md).
 """
 
+import argparse
 import gc
 import json
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from gspace.lab import options
 from gspace.lab.display import steps
-from gspace.lab.errors import BusyError, DeviceError, Interrupted, LabError, RecipeError, RecordError
-from gspace.lab.recipe import Recipe
-from gspace.lab.record import SUMMARY, read_summary
-from gspace.lab.schema import Line
-from gspace.lab.stacked import stack_key, stackable
-from gspace.lab.stopping import interruption
+from gspace.lab.engine import Cluster
+from gspace.lab.errors import BusyError, DeviceError, Interrupted, LabError, RecordError, RequestError, reason
+from gspace.lab.learners import stack_key, stackable
+from gspace.lab.loop import interruption
+from gspace.lab.recipe import DEFAULTS, Recipe
+from gspace.lab.record import SUMMARY, Line, read_summary
 from gspace.lab.train import Session, train, train_many
 
 PATIENCE = 60  # seconds
 RETRIES = 5  # of a task whose node or process died, or that failed
+EXAMPLES = """examples:
+  gspace train --epochs 20 --optimizer gsgd --init skeleton --lr 0.1
+      an MLP on scikit-learn's digits, by G-SGD from the paper's initialisation
+
+  gspace train --data cifar10 --model plain-34 --iterations 8000 --lr 1 --milestones 0.5,0.75 --augment crop-flip \\
+      --precision bf16 --optimizer gsgd --init skeleton --pin stages --max-ratio inf --max-drift inf
+      a network of the paper's Table 1, on an eighth of its schedule
+
+  gspace train --recipe runs/SOME-RUN/recipe.json --lr 0.05 --seeds 0-4
+      a recorded run again, with another rate and five seeds
+
+Each run has a folder below --out, named by what it is and the hash of its recipe. Running the same command again
+continues what was stopped, and leaves alone what is finished. A run that diverges is a result, not an error."""
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Where the runs of a sweep are computed, if not here.
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="JSON file of fields to start from")
+    parser.add_argument("--queue", type=Path, metavar="FILE", help="JSON list of recipes to run instead")
+    parser.add_argument("--seeds", type=options.numbers, metavar="N,...", help="several seeds, for example 0-4")
+    parser.add_argument("--json", action="store_true", help="print recipes and summaries as JSON")
+    options.add_runs(parser)
+    options.add_fields(parser.add_argument_group("the recipe"), Recipe)
 
-    Attributes:
-        address: Of a Ray cluster ("auto": the one of this machine); None starts one of this machine alone.
-        gpus: Share of a GPU that each run, or stack of MLPs, takes.
-        threads: Its CPU threads.
-    """
 
-    address: str | None = None
-    gpus: float = 0.0
-    threads: int = 1
+def run(args: argparse.Namespace) -> int:
+    """Trains; 1 if a run failed."""
+    if args.queue:
+        ignored = [name for name in (*DEFAULTS, "recipe", "seeds") if getattr(args, name) is not None]
+        if ignored:
+            raise RequestError(f"--queue has recipes of its own: leave out --{ignored[0].replace('_', '-')}")
+        recipes = read_queue(args.queue)
+    else:
+        one = options.recipe(args)
+        recipes = [one.but(seed=seed) for seed in args.seeds] if args.seeds else [one]
+    recipes = share(recipes, args.slice) if args.slice else recipes
+    cluster, failed, before = options.cluster(args), 0, sum(finished(args.out, recipe) for recipe in recipes)
+    options.prepare(recipes, args)
+    with options.session(args, len(recipes)) as session, options.alone(args.json):
+        if len(recipes) == 1 and not (args.queue or cluster):  # what goes wrong is then this command's error
+            report(recipes[0], train(recipes[0], args.out, **vars(session)))
+        else:
+            failed = run_all(recipes, args.out, session, args.stack, cluster)
+    if args.json:
+        ended: list[Line] = [
+            {"folder": str(folder), "recipe": recipe.short(), "summary": read_summary(folder, recipe)}
+            for recipe in recipes
+            for folder in [args.out / recipe.folder]
+        ]
+        print(json.dumps(ended, indent=1))
+    with options.alone(args.json):
+        return conclude(len(recipes), before if len(recipes) > 1 or args.queue else 0, failed)
 
 
 def read_queue(path: Path) -> list[Recipe]:
@@ -51,17 +90,16 @@ def read_queue(path: Path) -> list[Recipe]:
     try:
         jobs = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}") from error
+        raise RequestError(f"{path} cannot be read: {error}") from error
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-        raise RecipeError(f"{path} is no list of recipes")
-    return [_entry(job, f"{path}, recipe {k} of {len(jobs)}") for k, job in enumerate(jobs, 1)]
-
-
-def _entry(job: Line, where: str) -> Recipe:
-    try:
-        return Recipe.from_dict(job)
-    except RecipeError as error:
-        raise RecipeError(f"{where}: {error}") from error
+        raise RequestError(f"{path} is no list of recipes")
+    recipes = []
+    for k, job in enumerate(jobs, 1):
+        try:
+            recipes.append(Recipe.from_dict(job))
+        except RequestError as error:
+            raise RequestError(f"{path}, recipe {k} of {len(jobs)}: {error}") from error
+    return recipes
 
 
 def share(recipes: Sequence[Recipe], part: tuple[int, int]) -> list[Recipe]:
@@ -118,11 +156,10 @@ def _here(members: Sequence[Recipe], out: Path, session: Session) -> int:
 
 
 def _train(members: Sequence[Recipe], out: Path, session: Session) -> None:
-    fields: dict[str, Any] = vars(session)
     if stackable(members[0]):
-        train_many(members, out, **fields)
+        train_many(members, out, **vars(session))
     else:
-        train(members[0], out, **fields)
+        train(members[0], out, **vars(session))
 
 
 def _check_stop(session: Session, where: str) -> None:
@@ -183,7 +220,7 @@ def _ended(members: Sequence[Recipe], out: Path, result: Callable[[], None]) -> 
         if not all(finished(out, recipe) for recipe in members):
             raise RecordError(f"{out} has no record of it: --out must be a folder that all nodes share")
     except Exception as error:  # noqa: BLE001 -- Ray wraps whatever was raised on a node
-        print(f"{members[0].folder}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{members[0].folder}: {reason(error)}", file=sys.stderr)
         return len(members)
     for recipe in members:
         report(recipe, read_summary(out / recipe.folder, recipe))
@@ -200,9 +237,6 @@ def conclude(runs: int, before: int, failed: int) -> int:
 def report(recipe: Recipe, summary: Line | None) -> None:
     """One line per run that has ended."""
     shown = ("status", "test_error", "train_loss", "wall_seconds", "images_per_second", "overhead_seconds")
-    values = ", ".join(f"{name} {_short(summary[name])}" for name in shown if summary and name in summary)
-    print(f"{recipe.folder}: {values}", flush=True)
-
-
-def _short(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    values = [(name, summary[name]) for name in shown if summary and name in summary]
+    texts = (f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}" for name, value in values)
+    print(f"{recipe.folder}: {', '.join(texts)}", flush=True)

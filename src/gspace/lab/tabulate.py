@@ -1,13 +1,20 @@
-"""From records to tables: *paper | ours mean ± std (n)*, failures kept, differences between runs of one seed."""
+"""From records to tables: *paper | ours mean ± std (n)*, failures kept, differences between runs of one seed.
 
-from collections.abc import Mapping, Sequence
+At the top stand the paper's claims, one line each: what the records say of them, and the numbers behind it.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import combinations
 from math import floor, log10
 from statistics import fmean, stdev
 
-from gspace.lab.cells import Cell, Method
+from gspace.lab.archive import scores_of
+from gspace.lab.cells import Cell, Experiment, Method, Variant, data_label
 from gspace.lab.document import Table
+from gspace.lab.experiments import FACTS
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Record
 
@@ -16,12 +23,7 @@ Found = Mapping[Recipe, Record]
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a summary.
-
-    Attributes:
-        scale: From the summary's unit to the label's.
-        form: How it is written.
-    """
+    """A number of a summary: its key there, its label, from the summary's unit to the label's, how it is written."""
 
     key: str
     label: str
@@ -33,13 +35,14 @@ class Measure:
         return self.label.replace("test", "validation") if recipe.validation else self.label
 
 
-MEASURES = {
-    measure.key: measure
-    for measure in (
-        Measure("test_error", "test error, %", 100, ".2f"),
-        Measure("fit_loss", "training loss", 1, ".3g"),
-    )
-}
+ERROR = Measure("test_error", "test error, %", 100, ".2f")
+LOSS = Measure("fit_loss", "training loss", 1, ".3g")
+MEASURES = {measure.key: measure for measure in (ERROR, LOSS)}
+
+
+def measures_of(cells: Sequence[Cell]) -> Collection[Measure]:
+    """What is shown of them. Settings are chosen by error alone, so a grid shows nothing else."""
+    return (ERROR,) if any(cell.recipes[0].validation for cell in cells) else MEASURES.values()
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,6 @@ class Outcome:
     values: Mapping[int, float]
     diverged: int = 0
 
-    @property
-    def mean(self) -> float | None:
-        return fmean(self.values.values()) if self.values else None
-
 
 def outcome(recipes: Sequence[Recipe], found: Found, measure: Measure) -> Outcome:
     summaries = {recipe.seed: found[recipe].summary for recipe in recipes if recipe in found}
@@ -70,18 +69,17 @@ def outcome(recipes: Sequence[Recipe], found: Found, measure: Measure) -> Outcom
 def write(found: Outcome, measure: Measure) -> str:
     """Mean ± standard deviation (n), and how many diverged; – where nothing has ended.
 
-    >>> write(Outcome({0: 7.0, 1: 7.2}, diverged=1), MEASURES["test_error"])
+    >>> write(Outcome({0: 7.0, 1: 7.2}, diverged=1), ERROR)
     '7.10 ± 0.14 (2), 1 diverged'
     """
-    text = mean_std(list(found.values.values()), measure)
     diverged = f"{found.diverged} diverged" if found.diverged else ""
-    return ", ".join(filter(None, (text, diverged))) or "–"
+    return ", ".join(filter(None, (mean_std(list(found.values.values()), measure), diverged))) or "–"
 
 
 def mean_std(values: Sequence[float], measure: Measure, sign: str = "") -> str:
     """With the sample standard deviation from two values on; significant digits are counted on that then.
 
-    >>> mean_std([0.4934, 0.5066], MEASURES["fit_loss"])
+    >>> mean_std([0.4934, 0.5066], LOSS)
     '0.5000 ± 0.0093 (2)'
     """
     if not values:
@@ -94,17 +92,18 @@ def mean_std(values: Sequence[float], measure: Measure, sign: str = "") -> str:
     return f"{fmean(values):{sign}{form}} ± {std:{form}} ({len(values)})"
 
 
-def tables(cells: Sequence[Cell], found: Found, measures: Sequence[str]) -> list[Table]:
-    """One table per part and measure. Settings are chosen by error alone, so a grid has that table alone."""
-    made = []
-    for part in dict.fromkeys(cell.part for cell in cells):
-        members = [cell for cell in cells if cell.part == part]
-        grid = any(cell.recipes[0].validation for cell in members)
-        for k, key in enumerate(measures[:1] if grid else measures):
-            made.append(
-                table(part, members if k == 0 else [replace(c, setting="") for c in members], found, MEASURES[key])
-            )
-    return made
+def parts_of(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """The cells by the heading of their table."""
+    return {part: [c for c in cells if c.part == part] for part in dict.fromkeys(cell.part for cell in cells)}
+
+
+def tables(cells: Sequence[Cell], found: Found) -> list[Table]:
+    """One table per part and measure; the first says what was chosen."""
+    return [
+        table(part, members if measure is ERROR else [replace(c, setting="") for c in members], found, measure)
+        for part, members in parts_of(cells).items()
+        for measure in measures_of(members)
+    ]
 
 
 def table(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> Table:
@@ -112,24 +111,25 @@ def table(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> T
 
     A control without any run has no column; the note names it.
     """
-    validation = bool(cells[0].recipes[0].validation)
-    label = measure.measured_on(cells[0].recipes[0])
+    first = cells[0].recipes[0]
+    label = measure.measured_on(first)
     title = label if part in ("test error", label) else f"{part[0].upper()}{part[1:]}: {label}"
     run = {cell.method for cell in cells if any(recipe in found for recipe in cell.recipes)}
     asked = sorted(dict.fromkeys(cell.method for cell in cells), key=lambda method: method.control)
     methods = [method for method in asked if method in run or not method.control]
     absent = ", ".join(method.label for method in asked if method not in methods)
     note = f"Not run: {absent}." if absent else ""
+    names = {m: f"{m.label} (control)" if m.control else m.label for m in methods}
     lines = list(dict.fromkeys(cell.line for cell in cells))
     at = {(cell.line, cell.method): cell for cell in cells}
-    printed = [m for m in methods if measure.key == "test_error" and any(c.paper for c in cells if c.method == m)]
     if len(lines) == 1 and len(methods) > 6:
-        below = tuple((_name(m), _written(at.get((lines[0], m)), found, measure)) for m in methods)
+        below = tuple((names[m], _written(at.get((lines[0], m)), found, measure)) for m in methods)
         return Table(title, (lines[0], label), below, note=note)
+    printed = [m for m in methods if measure is ERROR and any(c.paper for c in cells if c.method == m)]
+    pairs = [] if first.validation else _compared(methods)
     head = [""]
     for method in methods:
-        head += [f"{_name(method)}: paper", "ours"] if method in printed else [_name(method)]
-    pairs = [] if validation else _compared(methods)
+        head += [f"{names[method]}: paper", "ours"] if method in printed else [names[method]]
     head += [f"{other.label} against {base.label}" for base, other in pairs]
 
     def row(line: str) -> tuple[str, ...]:
@@ -138,15 +138,9 @@ def table(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> T
             cell = at.get((line, method))
             made += [str((cell and cell.paper) or "–")] if method in printed else []
             made.append(_written(cell, found, measure))
-        gaps = [difference(at.get((line, base)), at.get((line, other)), found, measure) for base, other in pairs]
-        return (*made, *gaps)
+        return (*made, *(difference(at.get((line, a)), at.get((line, b)), found, measure) for a, b in pairs))
 
-    rows = tuple(map(row, lines))
-    return Table(title, tuple(head), rows, note=note)
-
-
-def _name(method: Method) -> str:
-    return f"{method.label} (control)" if method.control else method.label
+    return Table(title, tuple(head), tuple(map(row, lines)), note=note)
 
 
 def _written(cell: Cell | None, found: Found, measure: Measure) -> str:
@@ -175,3 +169,91 @@ def gaps(base: Cell | None, other: Cell | None, found: Found, measure: Measure) 
 def difference(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> str:
     """Those gaps in a cell of a table."""
     return mean_std(gaps(base, other, found, measure), measure, "+") or "–"
+
+
+# Claims ---------------------------------------------------------------------------------------------------------------
+
+LEVEL = 0.05  # of a paired t-test, two-sided, not corrected for the number of comparisons
+LEAST = 3  # seeds below which nothing is said
+NOTE = (
+    "Differences between runs of one seed, mean ± sample standard deviation (number of seeds); p is that of a paired "
+    f"t-test, two-sided, not corrected for the number of comparisons. *Certain* is p < {LEVEL:g}; with fewer than "
+    f"{LEAST} seeds a line is *open*. Errors in points."
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`other` has less of the measure than `base`, or as much, on every line of a table; see `experiments.toml`."""
+
+    text: str
+    source: str
+    experiment: str
+    part: str = ""
+    base: str = "sgd"
+    other: str = "gsgd"
+    measure: str = "test_error"
+    length: str = "1"
+    control: str = ""
+    less: bool = True
+
+
+CLAIMS = tuple(Claim(**claim) for claim in FACTS["claims"])
+
+
+def claims(experiments: Collection[Experiment], found: Found) -> Table:
+    """One row for each claim of which a pair of runs is recorded."""
+    rows = []
+    known = {experiment.name: experiment for experiment in experiments}
+    for claim in CLAIMS:
+        lines = list(_lines(claim, known[claim.experiment], found)) if claim.experiment in known else []
+        if lines:
+            words, numbers = zip(*lines, strict=True)
+            rows.append((claim.text, claim.source, verdict(words), "; ".join(numbers)))
+    return Table("The paper's claims", ("claim", "where", "reproduced?", "numbers"), tuple(rows), 4, NOTE)
+
+
+def _lines(claim: Claim, experiment: Experiment, found: Found) -> Iterator[tuple[str, str]]:
+    """What each line of the table says of a claim, in a word and in numbers."""
+    measure = MEASURES[claim.measure]
+    cells = Variant(length=Fraction(claim.length)).cells(experiment, scores_of(list(found.values())))
+    at = {(cell.row, data_label(cell.recipes[0]), cell.method.key): cell for cell in cells if claim.part in cell.part}
+    for row, data in dict.fromkeys((row, data) for row, data, _ in at):
+        base, other, control = (at.get((row, data, key)) for key in (claim.base, claim.other, claim.control))
+        values, part = gaps(base, other, found, measure), gaps(base, control, found, measure)
+        if values:
+            p, said = p_value(values), word(values, less=claim.less)
+            share = fmean(part) / fmean(values) if said == "yes" and len(part) == len(values) else None
+            notes = ("" if p is None else f"p = {p:.2g}", "" if share is None else f"{share:.0%} of it by the start")
+            yield said, ", ".join(filter(None, (f"{row}, {data}: {mean_std(values, measure, '+')}", *notes)))
+
+
+def p_value(values: Sequence[float]) -> float | None:
+    """That the mean is 0, by a t-test; None with too few values, or without spread."""
+    from scipy.stats import ttest_1samp
+
+    return float(ttest_1samp(values, 0.0).pvalue) if len(values) >= LEAST and len(set(values)) > 1 else None
+
+
+def word(values: Sequence[float], *, less: bool = True) -> str:
+    """What the differences of one line say.
+
+    >>> [word(v) for v in ([-1.0, -1.1, -0.9], [1.0, 1.1, 0.9], [-1.0, 1.0, 0.5], [-1.0, -1.0])]
+    ['yes', 'the reverse', 'not certain', 'open']
+    """
+    p = p_value(values)
+    if p is None:
+        return "open"
+    if p >= LEVEL:
+        return "not certain" if less else "yes"
+    return "yes" if less and fmean(values) < 0 else "the reverse" if less else "no"
+
+
+def verdict(words: Sequence[str]) -> str:
+    """The words of all lines as one.
+
+    >>> verdict(["yes", "yes"]), verdict(["yes", "open", "yes"])
+    ('yes', 'yes on 2 of 3, open on 1')
+    """
+    (first, count), *others = Counter(words).most_common()
+    return first if not others else f"{first} on {count} of {len(words)}" + "".join(f", {w} on {n}" for w, n in others)

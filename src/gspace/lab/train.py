@@ -2,7 +2,7 @@
 
     summary = train(recipe, "runs")              # one run
     summaries = train_many(recipes, "runs")      # MLPs that differ in seed and rate, all at once
-    gspace train --queue jobs.json --out runs    # every recipe of a list
+    gspace train --queue jobs.json --out runs    # every recipe of a list (sweep.py)
 
 Everything random in iteration i is a function of (seed, i), see seeds.py; the state of a run is its weights, its
 optimizer and i. A run that is stopped, by a signal or by force, continues from its checkpoint to the same bits.
@@ -10,7 +10,7 @@ optimizer and i. A run that is stopped, by a signal or by force, continues from 
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,16 +20,15 @@ import torch
 
 from gspace.lab.data import DataSet, load, subset
 from gspace.lab.engine import Engine, arithmetic, number_type
-from gspace.lab.errors import RecipeError, RecordError
-from gspace.lab.learners import Learner, Single, Stacked
-from gspace.lab.loop import Loop, Watch
+from gspace.lab.errors import RecordError, RequestError
+from gspace.lab.learners import Single, Stacked, largest_stack, stack_key, stackable
+from gspace.lab.loop import Loop, Stop, Watch, stop_requests
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import CHECKPOINT, Run, environment, open_run, read_run
-from gspace.lab.schema import Line
+from gspace.lab.record import CHECKPOINT, Line, Run, environment, open_run, read_run
 from gspace.lab.seeds import derive
-from gspace.lab.stacked import largest_stack, stack_key, stackable
-from gspace.lab.stopping import Stop, stop_requests
-from gspace.lab.transform import Feed, feed
+from gspace.lab.transform import feed
+
+LEARNERS: Mapping[str, type[Single | Stacked]] = {Single.kind: Single, Stacked.kind: Stacked}
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,8 @@ def train(recipe: Recipe, out: str | Path, **session: Any) -> Line:
         session: Fields of `Session`.
     """
     with open_run(Path(out), recipe) as run:
-        work_alone(run, Session(**session))
+        if run.summary is None:
+            _work([run], Single.kind, Session(**session))
         assert run.summary is not None, "the loop ends with a summary or an exception"
         return run.summary
 
@@ -76,20 +76,14 @@ def train_many(recipes: Sequence[Recipe], out: str | Path, **session: Any) -> li
     """
     for recipe in recipes:
         if not stackable(recipe) or stack_key(recipe) != stack_key(recipes[0]):
-            raise RecipeError(f"{recipe.folder} cannot be stacked: only MLPs that differ in seed and lr alone can")
+            raise RequestError(f"{recipe.folder} cannot be stacked: only MLPs that differ in seed and lr alone can")
     with ExitStack() as stack:
         runs = [stack.enter_context(open_run(Path(out), recipe)) for recipe in recipes]
-        work_in_stacks(runs, Session(**session))
+        _work_in_stacks(runs, Session(**session))
         return [run.summary or {} for run in runs]
 
 
-def work_alone(run: Run, session: Session) -> None:
-    """Trains one run, unless it is finished."""
-    if run.summary is None:
-        _work([run], _single, session)
-
-
-def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
+def _work_in_stacks(runs: Sequence[Run], session: Session) -> None:
     """Trains what is unfinished: interrupted runs as they were begun, the rest in stacks, or alone where faster."""
     found = {run.folder.name: run for run in runs}
     fresh: list[str] = []
@@ -117,18 +111,7 @@ def work_in_stacks(runs: Sequence[Run], session: Session) -> None:
                     if stack_key(recipe) != stack_key(runs[0].recipe):
                         raise RecordError(f"{runs[0].folder / CHECKPOINT} names {name}, which no stack has beside it")
                     found[name] = held.enter_context(open_run(folder.parent, recipe))
-            _work([found[name] for name in members], LEARNERS[kind], session)
-
-
-def _single(recipes: Sequence[Recipe], source: Feed, engine: Engine) -> Learner:
-    (recipe,) = recipes
-    return Single(recipe, source, engine)
-
-
-LEARNERS: Mapping[str, Callable[[Sequence[Recipe], Feed, Engine], Learner]] = {
-    Single.kind: _single,
-    Stacked.kind: Stacked,
-}
+            _work([found[name] for name in members], kind, session)
 
 
 @functools.lru_cache(maxsize=2)
@@ -136,7 +119,7 @@ def _data(name: str, data_dir: str | Path | None, device: str) -> DataSet:
     return load(name, data_dir, device)
 
 
-def _work(runs: Sequence[Run], learner: Callable[[Sequence[Recipe], Feed, Engine], Learner], session: Session) -> None:
+def _work(runs: Sequence[Run], kind: str, session: Session) -> None:
     """From run folders to the loop: data, network, checkpoint, display."""
     started = time.perf_counter()
     recipe, engine = runs[0].recipe, session.engine.resolve()
@@ -147,7 +130,7 @@ def _work(runs: Sequence[Run], learner: Callable[[Sequence[Recipe], Feed, Engine
         if engine.graph:
             stack.enter_context(torch.cuda.device(engine.device))  # streams and graphs belong to the current device
         torch.manual_seed(derive(recipe.seed, "noise"))
-        loop = Loop(runs, learner([run.recipe for run in runs], source, engine), source, engine)
+        loop = Loop(runs, LEARNERS[kind]([run.recipe for run in runs], source, engine), source, engine)
         for run in runs:
             run.begin(environment(engine=asdict(engine), iteration=loop.iteration))
         stop = session.stop or stack.enter_context(stop_requests())

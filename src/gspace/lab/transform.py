@@ -24,11 +24,6 @@ def standard(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (pixels - mean[:, None, None]) / std[:, None, None]
 
 
-def unit(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Pixels in [0, 1], as they are."""
-    return pixels
-
-
 def grey(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """One channel in [0, 1]: luminance 0.299 R + 0.587 G + 0.114 B (ITU-R 601) of a colour image."""
     if pixels.shape[-3] == 1:
@@ -42,7 +37,12 @@ def pooled(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return F.avg_pool2d(standard(pixels, mean, std), 4)
 
 
-INPUTS: Mapping[str, Inputs] = {"standard": standard, "unit": unit, "grey": grey, "pooled": pooled}
+INPUTS: Mapping[str, Inputs] = {
+    "standard": standard,
+    "unit": lambda pixels, mean, std: pixels,
+    "grey": grey,
+    "pooled": pooled,
+}
 
 
 @functools.cache
@@ -76,14 +76,6 @@ class Augment:
     take: Callable[[Tensor, Tensor], Tensor]
 
 
-def _draw_nothing(n: int, generator: torch.Generator) -> Tensor:
-    return torch.empty(n, 0, dtype=torch.int64)
-
-
-def _take_whole(images: Tensor, rows: Tensor) -> Tensor:
-    return images[rows[..., 0]]
-
-
 MARGIN = 4
 
 
@@ -105,7 +97,9 @@ def _take_crop_flip(images: Tensor, rows: Tensor) -> Tensor:
 
 
 AUGMENTS: Mapping[str, Augment] = {
-    "none": Augment(0, _draw_nothing, (), _take_whole),
+    "none": Augment(
+        0, lambda n, generator: torch.empty(n, 0, dtype=torch.int64), (), lambda images, rows: images[rows[..., 0]]
+    ),
     "crop-flip": Augment(MARGIN, _draw_crop_flip, (MARGIN, MARGIN, 0), _take_crop_flip),
 }
 
@@ -149,9 +143,6 @@ def feed(data: DataSet, inputs: str, augment: str, dtype: torch.dtype = torch.fl
     def finish(pixels: Tensor) -> Tensor:
         return INPUTS[inputs](pixels.to(dtype) / data.white, data.mean, data.std)
 
-    def ready(inputs: Tensor) -> Tensor:
-        return inputs
-
     change = AUGMENTS[augment]
     fixed = change.margin == 0
     x_test = _in_pieces(finish, data.x_test)
@@ -164,7 +155,7 @@ def feed(data: DataSet, inputs: str, augment: str, dtype: torch.dtype = torch.fl
         shape=(channels, height, width),
         classes=data.classes,
         augment=change,
-        finish=ready if fixed else finish,
+        finish=(lambda inputs: inputs) if fixed else finish,
     )
 
 
