@@ -215,8 +215,13 @@ class Analysis:
         return "\n".join(lines)
 
 
+FEW = 4  # groups alike that are still listed one by one
+
+
 def folded(groups: Sequence[UnitGroup]) -> list[tuple[UnitGroup, int]]:
     """Groups that repeat from layer to layer as one, numbers in their names as *, and how often they occur.
+
+    A few whose modules have numbers for names, as in `nn.Sequential`, stay apart: a * alone says nothing.
 
     >>> a, b = (UnitGroup(4, (f"layers.{k}.up",), (f"layers.{k}.down",), "exact") for k in (0, 1))
     >>> folded([a, b])
@@ -226,7 +231,12 @@ def folded(groups: Sequence[UnitGroup]) -> list[tuple[UnitGroup, int]]:
     for g in groups:
         alike = UnitGroup(g.count, starred(g.written), starred(g.read), g.kind)
         found.setdefault(alike, []).append(g)
-    return [(alike if len(same) > 1 else same[0], len(same)) for alike, same in found.items()]
+    rows: list[tuple[UnitGroup, int]] = []
+    for alike, same in found.items():
+        words = any(map(str.isalpha, "".join(name.rpartition(".")[0] for name in alike.written)))
+        together = len(same) > (1 if words else FEW)
+        rows += [(alike, len(same))] if together else [(g, 1) for g in same]
+    return rows
 
 
 def _folded_pins(pins: Sequence[Pin]) -> list[str]:
