@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from gspace.analysis.equations import ANY, Equations
 from gspace.analysis.follow import Follow
-from gspace.analysis.layout import layout
 from gspace.analysis.memory import key_of
 from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, plain
+from gspace.analysis.weights import layout
 
 
 class Units(NamedTuple):
@@ -37,11 +37,11 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
         if not norm.affine:
             exact.ground(norm.written)
     unseen = {name: names[name].numel() for name in unread(follow, model)}
-    nodes = _edges(follow, names, exact, unseen, affine=True)
+    nodes = _edges(follow, names, exact, unseen, {"edge", "norm"})
     absorbed = [*follow.absorbed, *(norm.absorbed for norm in follow.norms.values())]
     units = _number(exact, nodes, absorbed, [nodes for nodes, _ in follow.statistics.values()])
     edges, H = units.edges(nodes), units.exact
-    paper_nodes = _edges(follow, names, transparent, {}, affine=False)
+    paper_nodes = _edges(follow, names, transparent, {}, {"edge"})
     paper = _number(transparent, paper_nodes, (), ())
     paper_edges, H_paper = _compact(plain(paper.edges(paper_nodes), paper.forms))
     buffers = {key_of(b): name for name, b in model.named_buffers()}
@@ -79,12 +79,8 @@ def _passes(follow: Follow, units: Units) -> dict[str, frozenset[int]]:
 
 def unread(follow: Follow, model: nn.Module) -> list[str]:
     """Parameters that no run has read."""
-    seen = follow.weights.uses.keys() | follow.weights.idle
-    return [
-        name
-        for name, p in model.named_parameters()
-        if p.numel() and key_of(p) in follow.weights.places and (key_of(p), int(p.storage_offset())) not in seen
-    ]
+    unused = {id(leaf.parameter) for leaves in follow.weights.leaves.values() for leaf in leaves if not leaf.kinds}
+    return [name for name, p in model.named_parameters() if p.numel() and id(p) in unused]
 
 
 def _transparent(follow: Follow) -> Equations:
@@ -101,15 +97,14 @@ def _transparent(follow: Follow) -> Equations:
         else:
             for t in (*first, *second):
                 equations.ground(t)
-    for uses in follow.weights.uses.values():
-        for use in uses:
-            if use.shift:
-                equations.ground(use.head)
+    for leaf in follow.positions:
+        if leaf.shift:
+            equations.ground(leaf.head.content)
     return equations
 
 
 def _edges(
-    follow: Follow, names: Mapping[str, Tensor], equations: Equations, unseen: dict[str, int], *, affine: bool
+    follow: Follow, names: Mapping[str, Tensor], equations: Equations, unseen: dict[str, int], kinds: set[str]
 ) -> list[Edges]:
     """The parameters that are edges between nodes, in the order of their first use; adds to `unseen`."""
     into_norm = torch.zeros(follow.equations.count, dtype=torch.bool)
@@ -117,24 +112,19 @@ def _edges(
         into_norm[follow.equations.find(norm.absorbed)] = True
     into_norm[: ANY + 1] = False
     edges = []
-    regions = {(key_of(p), int(p.storage_offset())): (name, p) for name, p in names.items()}
-    for region in follow.positions:
-        if region not in regions:
+    known = {id(p): name for name, p in names.items()}
+    for leaf, position in follow.positions.items():
+        if not leaf.kinds & kinds:
             continue
-        name, p = regions[region]
-        uses = [u for u in follow.weights.uses.get(region, ()) if not u.pinned and (affine or not u.normalizes)]
-        if not uses:
-            continue
-        found = layout(tuple(p.shape), uses, equations)
+        name, found = known[id(leaf.parameter)], layout(leaf, equations)
         if found is None:
-            follow.pins.append(Pin("view", name, min(p.shape[:2]), "too many parts to be followed one by one"))
-            for use in uses:
-                equations.ground(torch.cat([t.reshape(-1) for t in use.terms]))
+            follow.pins.append(Pin("view", name, min(leaf.place[0][:2]), "too many parts to be followed one by one"))
+            equations.ground(torch.cat([plane.content.reshape(-1) for plane in (leaf.head, leaf.tail)]))
             continue
         head, tail, swap, missing = found
         unseen.update({name: missing} if missing else {})
-        normalized = any(bool(into_norm[follow.equations.find(use.head)].all()) for use in uses)
-        edges.append(Edges(name, head, tail, swap, normalized, *follow.positions[region], uses[0].shift))
+        normalized = bool(into_norm[follow.equations.find(leaf.head.content)].all())
+        edges.append(Edges(name, head, tail, swap, normalized, *position, leaf.shift))
     return edges
 
 

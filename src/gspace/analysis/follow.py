@@ -15,7 +15,7 @@ from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
 from gspace.analysis.memory import Memory, Raw, key_of
 from gspace.analysis.result import Pin
 from gspace.analysis.run import Run
-from gspace.analysis.weights import LARGEST, Weights
+from gspace.analysis.weights import LARGEST, ZERO, Leaf, Weights
 
 Nodes = Tensor | Raw | None
 
@@ -55,7 +55,7 @@ class Follow(Run):
         self.norms: dict[tuple[int, ...], Norm] = {}
         self.statistics: dict[int, tuple[Tensor, int]] = {}
         self.powers: dict[int, int] = {}
-        self.positions: dict[tuple[int, int], tuple[int, int]] = {}
+        self.positions: dict[Leaf, tuple[int, int]] = {}
         self.passed: dict[str, list[Tensor]] = {}
         self.position = self.branches = 0
 
@@ -76,18 +76,18 @@ class Follow(Run):
         """What is known of a tensor or number."""
         if not isinstance(t, Tensor):
             return torch.tensor(ANY if t == 0 or abs(t) == math.inf else GROUND)
-        shadow = self.memory.shadows.get(key_of(t))
         power = self.powers.pop(key_of(t), 1)
-        if shadow is not None and power != 1:
-            squares = self.equations.sum(power, self.memory.nodes(shadow.content), 1, torch.tensor(GROUND))
-            shadow = self.memory.shadows[key_of(t)] = shadow._replace(content=squares)
-        if shadow is None:
+        if t not in self.memory:
             literal = t.dim() == 0 and t.is_floating_point() and not (t.is_meta or self.depends_on_data(t))
             zero = literal and bool((t == 0) | t.isinf())
             return torch.tensor(ANY if zero else GROUND).expand(t.shape)
+        if power != 1:
+            plane = self.memory.plane(t)
+            plane.content = self.equations.sum(power, plane.content, 1, ZERO)
         found = self.memory.read(t)
         if found is None:  # the same memory, seen in another dtype
-            self.pin(shadow.content, "read in a dtype of another size")
+            shadow = self.memory.shadows[key_of(t)].content
+            self.pin(shadow if isinstance(shadow, Raw) else shadow.content, "read in a dtype of another size")
             self.memory.shadows.pop(key_of(t))
             return torch.tensor(GROUND).expand(t.shape)
         if isinstance(found, Raw):
@@ -106,9 +106,9 @@ class Follow(Run):
         return found if isinstance(found, Raw) else None
 
     def _use(self, raw: Raw) -> None:
-        region = self.weights.region(raw)
-        first, _ = self.positions.get(region, (self.position, 0))
-        self.positions[region] = min(first, self.position), self.position
+        leaf = self.weights.leaf(raw)
+        first, _ = self.positions.get(leaf, (self.position, 0))
+        self.positions[leaf] = min(first, self.position), self.position
         self.position += 1
 
     # Equations --------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gspace.analysis.follow import Follow, Nodes, Norm
 from gspace.analysis.memory import Raw, key_of
-from gspace.analysis.rules import ZERO
 from gspace.analysis.run import Call
+from gspace.analysis.weights import ZERO
 
 # Layers ---------------------------------------------------------------------------------------------------------------
 
@@ -139,13 +139,13 @@ def batch_norm(s: Follow, c: Call) -> list[Nodes]:
         return [_channels(_affine(s, c["weight"], c["bias"]), x.dim()), None, None, None, None]
     key = tuple(absorbed.tolist())
     if gain is not None:
-        written = s.weights.edges(gain, ZERO, gain.sizes, normalizes=True)
+        written = s.weights.edges(gain, ZERO, gain.sizes, kind="norm")
         key += tuple(written.tolist())
     else:
         written = s.norms[key].written if key in s.norms else s.equations.fresh(len(absorbed))
     shift = s.raw(c["bias"])
     if shift is not None:
-        s.equations.tie(s.weights.edges(shift, ZERO, shift.sizes, normalizes=True), written)
+        s.equations.tie(s.weights.edges(shift, ZERO, shift.sizes, kind="norm"), written)
     elif c["bias"] is not None:
         _biased(s, written, c["bias"])
     s.norms[key] = Norm(absorbed, written, gain is not None)

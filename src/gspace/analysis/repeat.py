@@ -11,10 +11,11 @@ from gspace.analysis.assemble import unread
 from gspace.analysis.examples import attempted, redrawn
 from gspace.analysis.follow import Follow
 from gspace.analysis.forward import Inputs, TraceError, arguments, attributes, kept, set_mode, tensors_in
-from gspace.analysis.memory import key_of
+from gspace.analysis.memory import geometry, key_of
 from gspace.analysis.operations import RULES
 from gspace.analysis.result import Pin, Residual
 from gspace.analysis.run import called, written
+from gspace.analysis.weights import overlap
 from gspace.devices import on_cpu
 
 QUIET, MOST = 5, 24  # where chance decides a branch: runs in a row that must say nothing new, and runs at most
@@ -81,7 +82,7 @@ def _enter(follow: Follow, task: Task) -> None:
         others = [r[3] for r in near if r[0] == key and r[3] != name and begin < r[2] and r[1] < end]
         reason = (
             ("alias", f"{name}: shares its memory with {', '.join(others)}") if others
-            else ("alias", f"{name}: its entries may share memory") if _overlaps(t)
+            else ("alias", f"{name}: its entries may share memory") if overlap(geometry(t))
             else ("complex", f"{name}: its values are complex") if t.is_complex()
             else ("pin", f"{name}: pinned on request") if name in task.parameters
             else None
@@ -94,16 +95,6 @@ def _enter(follow: Follow, task: Task) -> None:
 
 def _channels(t: Tensor) -> int:
     return min([n for n in t.shape if n > 1][:2], default=1)
-
-
-def _overlaps(t: Tensor) -> bool:
-    """Whether a step along a dimension may land on entries of shorter steps, as in what `expand` returns."""
-    reach = 0
-    for step, n in sorted((step, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1):
-        if step <= reach:
-            return True
-        reach += (n - 1) * step
-    return False
 
 
 def _repeat(follow: Follow, task: Task, example: Inputs) -> None:

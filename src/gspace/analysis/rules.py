@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gspace.analysis.equations import ANY, GROUND, constant, squash
+from gspace.analysis.equations import ANY, constant, squash
 from gspace.analysis.follow import Follow, Nodes
 from gspace.analysis.memory import Raw
 from gspace.analysis.run import Call
+from gspace.analysis.weights import ZERO
 
 EPSILON = 1e-2  # a number below it that is added to a scaled value is an ε: without it, the scale would be exact
-ZERO = torch.tensor(GROUND, device="cpu")
 
 
 def unknown(s: Follow, c: Call) -> Nodes:

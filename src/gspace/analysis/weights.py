@@ -1,231 +1,237 @@
 """Parameters as edges: each use of one says that its elements scale with x[head] − x[tail].
 
-A use is kept as vectors, O(in + out) for a matrix: which indices it has along each dimension of the parameter, and
-nodes `head` and `tail` that broadcast to them. Where two uses overlap, both are true: h₁ − t₁ − h₂ + t₂ is a sum of
-functions of separate dimensions and vanishes everywhere, so each of them is constant, and the constants add up to 0.
+Both are planes over the parameter, O(in + out) for a matrix. Where a use meets elements that were used before, both are
+true: h₁ − t₁ − h₂ + t₂ is a sum of functions of separate dimensions and vanishes everywhere, so each of them is
+constant, and the constants add up to 0.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gspace.analysis.equations import ANY, GROUND, Equations, squash
-from gspace.analysis.memory import Place, Raw, geometry, key_of, locate
+from gspace.analysis.equations import ANY, GROUND, Equations, constant, squash
+from gspace.analysis.memory import Place, Plane, Raw, Sizes, geometry, key_of, locate
 
 LARGEST = 1 << 20  # elements of a matrix that are followed one by one
+ZERO = torch.tensor(GROUND, device="cpu")
 
 
-@dataclass(frozen=True, eq=False)
-class Use:
-    """Elements of a parameter used as edges; `shift` + w is what scales (1 for a gain written 1 + w).
+class Leaf:
+    """A parameter.
 
     Attributes:
-        head, tail: Nodes as the operation sees them, at `place`.
-        rows: Indices along each dimension of the parameter, ascending.
-        terms: Head and tail along those dimensions.
-        normalizes: γ or β of a BatchNorm.
-        pinned: Read in a way that lets no scale change it: no edge.
+        head, tail, seen: Nodes of its elements, and whether they were used.
+        shift: `shift` + w is what scales (1 for a gain written 1 + w).
         groups: Of a convolution.
+        kinds: Names of what it was used for: "edge", "norm" (γ or β of a BatchNorm), "pinned", "zero" (only zeros were
+            multiplied by it: any scale will do).
+        table: Dimensions of which the widest use has read several rows, but not all.
     """
 
-    place: Raw
-    head: Tensor
-    tail: Tensor
-    rows: list[Tensor]
-    terms: list[Tensor]
-    shift: float = 0.0
-    normalizes: bool = False
-    pinned: bool = False
-    groups: int = 1
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter, self.place = parameter, geometry(parameter)
+        one = [1] * parameter.dim()
+        self.head, self.tail = (Plane(self.place, torch.zeros(one, dtype=torch.long)) for _ in range(2))
+        self.seen = Plane(self.place, torch.zeros(one, dtype=torch.bool))
+        self.shift, self.groups = 0.0, 1
+        self.kinds: set[str] = set()
+        self.table: set[int] = set()
 
 
 @dataclass
 class Weights:
-    """Every use of every parameter.
+    """All parameters.
 
     Attributes:
         note: Called with a number of channels and a reason where something is pinned here.
-        places: By storage, the parameters; one that is used in another shape than its own as one long row.
-        uses: By storage and begin of the parameter, in the order of the run.
-        repeats: Pairs of terms (h₁, t₁), (h₂, t₂) of elements that were used twice.
-        idle: Parameters that only zeros were multiplied by: any scale will do.
+        leaves: By storage, the last in memory first.
+        repeats: Pairs (h₁, t₁), (h₂, t₂) of elements that were used twice.
     """
 
     equations: Equations
     note: Callable[[int, str], None]
-    places: dict[int, list[Place]] = field(default_factory=dict)
-    uses: dict[tuple[int, int], list[Use]] = field(default_factory=dict)
-    repeats: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
-    idle: set[tuple[int, int]] = field(default_factory=set)
+    leaves: dict[int, list[Leaf]] = field(default_factory=dict)
+    repeats: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=list)
 
     def enter(self, parameter: Tensor) -> None:
-        places = self.places.setdefault(key_of(parameter), [])
-        places.append(geometry(parameter))
-        places.sort(key=lambda place: -place[2])
+        leaves = self.leaves.setdefault(key_of(parameter), [])
+        leaves.append(Leaf(parameter))
+        leaves.sort(key=lambda leaf: -leaf.place[2])
 
-    def _parameter(self, raw: Raw) -> Place:
-        return next(place for place in self.places[raw.key] if place[2] <= raw.offset)
+    def leaf(self, raw: Raw) -> Leaf:
+        return next(leaf for leaf in self.leaves[raw.key] if leaf.place[2] <= raw.offset)
 
-    def region(self, raw: Raw) -> tuple[int, int]:
-        """Which parameter that is."""
-        return raw.key, self._parameter(raw)[2]
+    def _found(self, raw: Raw) -> tuple[Leaf, Place]:
+        """Parameter and place of these elements, each once; what cannot be followed is set to ground."""
+        leaf = self.leaf(raw)
+        sizes = tuple(1 if step == 0 else n for n, step in zip(raw.sizes, raw.strides, strict=True))
+        place = sizes, tuple(0 if n == 1 else s for n, s in zip(sizes, raw.strides, strict=True)), raw.offset
+        block = not overlap(place) and (leaf.parameter.numel() <= LARGEST or locate(place, leaf.place) is not None)
+        if not block and self._pinned(leaf, leaf.place):
+            self.note(min(sizes), "a part of a parameter that is no block of it")
+        return leaf, place
 
     def nodes(self, raw: Raw) -> Tensor:
         """A node for each element of `raw`, with its log-scale."""
-        place = _without_repeats(raw)
-        for use in self.uses.get(self.region(raw), ()):
-            small = use.head.numel() * use.tail.numel() <= LARGEST or not bool(use.tail.any())
-            if use.place == place and not use.shift and small:
-                return self.equations.sum(1, use.head, -1, use.tail).expand(raw.sizes)
-        return self.edges(raw, torch.zeros((), dtype=torch.long), place.sizes).expand(raw.sizes)
+        leaf, place = self._found(raw)
+        if not leaf.shift and bool(leaf.seen.read(place).all()):
+            head, tail = (squash(self.equations.find(plane.read(place)))[0] for plane in (leaf.head, leaf.tail))
+            if head.numel() * tail.numel() <= LARGEST or not bool(tail.any()):
+                return self.equations.sum(1, head, -1, tail).expand(raw.sizes)
+        return self.edges(raw, ZERO, place[0]).expand(raw.sizes)
 
     def edges(
-        self,
-        raw: Raw,
-        tail: Tensor,
-        shape: Sequence[int],
-        shift: float = 0.0,
-        normalizes: bool = False,
-        groups: int = 1,
+        self, raw: Raw, tail: Tensor, shape: Sequence[int], shift: float = 0.0, kind: str = "edge", groups: int = 1
     ) -> Tensor:
         """Nodes of the given shape that `raw` writes from `tail`: those of an earlier use that was the same, or new."""
-        place, literal = _without_repeats(raw), tail == ANY
+        leaf, place = self._found(raw)
+        literal = tail == ANY
         if bool(literal.all()):  # all of it is multiplied by zeros
-            self.idle.add(self.region(raw))
+            leaf.kinds.add("zero")
             return torch.tensor(ANY).expand(tuple(shape))
         tail = torch.where(literal, GROUND, tail) if bool(literal.any()) else tail
-        for use in self.uses.get(self.region(raw), ()):
-            if (use.place, use.shift, use.head.shape) == (place, shift, tuple(shape)) and self._same(use.tail, tail):
-                return use.head
+        tail = tail.reshape([1] * (len(shape) - tail.dim()) + list(tail.shape))
+        if leaf.kinds <= {"pinned", "zero"}:
+            leaf.groups = groups
+        if shift == leaf.shift and bool(leaf.seen.read(place).all()) and self._same(leaf.tail.read(place), tail):
+            (head,) = squash(self.equations.find(leaf.head.read(place)))
+            if all(n in (1, size) for n, size in zip(head.shape, shape, strict=True)):
+                leaf.kinds.add(kind)
+                return head.expand(tuple(shape))
         head = self.equations.fresh(*shape)
-        self._use(place, head, tail, shift=shift, normalizes=normalizes, groups=groups)
+        if leaf.kinds <= {"pinned", "zero"}:
+            leaf.shift = shift
+        if leaf.shift != shift:
+            self.equations.ground(torch.cat([t.reshape(-1) for t in (head, tail, leaf.head.content, leaf.tail.content)]))
+            self.note(max(place[0]), "a gain that is used with 1 added to it and without")
+        self._use(leaf, place, head, tail, kind)
         return head
 
     def ground(self, raw: Raw) -> int:
         """No scale may change these elements; how many channels that are (of a matrix the smaller side), 0 if known."""
-        zero, place = torch.zeros((), dtype=torch.long), _without_repeats(raw)
-        for use in self.uses.get(self.region(raw), ()):
-            if use.place == place and self._same(use.head, zero) and self._same(use.tail, zero):
-                return 0
-        self._use(place, zero, zero, pinned=True)
-        return min([n for n in place.sizes if n > 1][:2], default=1)
+        leaf, place = self._found(raw)
+        return min([n for n in place[0] if n > 1][:2], default=1) if self._pinned(leaf, place) else 0
+
+    def _pinned(self, leaf: Leaf, place: Place) -> bool:
+        ends = (plane.read(place) for plane in (leaf.head, leaf.tail))
+        if bool(leaf.seen.read(place).all()) and all(self._same(t, ZERO) for t in ends):
+            return False
+        zero = torch.zeros([1] * len(place[0]), dtype=torch.long)
+        self._use(leaf, place, zero, zero, "pinned")
+        return True
 
     def free(self) -> int:
         """How many classes of nodes the uses touch."""
-        ends = [t.reshape(-1) for uses in self.uses.values() for use in uses for t in (use.head, use.tail)]
+        ends = [t.content.reshape(-1) for leaves in self.leaves.values() for f in leaves for t in (f.head, f.tail)]
         return len(self.equations.find(torch.cat(ends)).unique()) if ends else 0
 
     def _same(self, a: Tensor, b: Tensor) -> bool:
         (a,), (b,) = squash(self.equations.find(a)), squash(self.equations.find(b))
-        return torch.equal(a, b) if a.dim() == b.dim() else torch.equal(a.reshape(-1), b.reshape(-1))
+        return torch.equal(a.reshape(-1), b.reshape(-1)) and (a.shape == b.shape or min(a.dim(), b.dim()) == 0)
 
-    def _use(self, place: Raw, head: Tensor, tail: Tensor, **options: Any) -> None:
-        """Enters a use; what an earlier one says of the same elements is made to agree with it."""
-        parameter = self._parameter(place)
-        earlier = self.uses.setdefault((place.key, parameter[2]), [])
-        block = _block(place, parameter, (head, tail)) or self._in_a_row(place, parameter, earlier, (head, tail))
-        if block is None:
-            self.equations.ground(torch.cat([head.reshape(-1), tail.reshape(-1)]))
-            self.note(min(place.sizes), "a part of a parameter that is no block of it")
-            zero, options = torch.zeros((), dtype=torch.long), {"pinned": True}
-            place, head, tail = Raw(place.key, *parameter), zero, zero
-            block = [torch.arange(n) for n in parameter[0]], [zero.reshape([1] * len(parameter[0]))] * 2
-        earlier.append(Use(place, head, tail, *block, **options))
-        for use in earlier[:-1]:
-            self._reconcile(use, earlier[-1])
-
-    def _in_a_row(self, place: Raw, parameter: Place, earlier: list[Use], ends: Sequence[Tensor]) -> Any:
-        """Takes a parameter for one long row, element by element, where a use has another shape than its own."""
-        n = math.prod(parameter[0])
-        row = (n,), (1,), parameter[2]
-        uses = [(use.place, (use.head, use.tail)) for use in earlier]
-        blocks = [_block(where, row, nodes) for where, nodes in (*uses, (place, ends))]
-        if n > LARGEST or None in blocks:
-            return None
-        earlier[:] = [replace(use, rows=b[0], terms=b[1]) for use, b in zip(earlier, blocks, strict=False) if b]
-        self.places[place.key] = [row if p is parameter else p for p in self.places[place.key]]
-        return blocks[-1]
-
-    def _reconcile(self, a: Use, b: Use) -> None:
-        first, second = a.terms, b.terms
-        for d, (i, j) in enumerate(zip(a.rows, b.rows, strict=True)):
-            if not torch.equal(i, j):
-                first, second = _at(first, d, torch.isin(i, j)), _at(second, d, torch.isin(j, i))
-                if not bool(torch.isin(i, j).any()):
-                    return
-        self.repeats.append((first, second))
-        if a.shift != b.shift:
-            self.equations.ground(torch.cat([t.reshape(-1) for t in (*first, *second)]))
-            self.note(max(map(len, a.rows)), "a gain that is used with 1 added to it and without")
+    def _use(self, leaf: Leaf, place: Place, head: Tensor, tail: Tensor, kind: str) -> None:
+        """Enters a use; what earlier ones say of the same elements is made to agree with it."""
+        leaf.kinds.add(kind)
+        seen, before = leaf.seen.read(place), [plane.read(place) for plane in (leaf.head, leaf.tail)]
+        if bool(seen.any()):
+            self._agree(*_where(seen, place[0], (before, (head, tail))))
+        if bool(seen.all()):
             return
-        self._agree([(1, first[0]), (-1, first[1]), (-1, second[0]), (1, second[1])])
+        walks = locate(place, leaf.place)
+        rows = [math.prod(n for walk in (walks[0] if walks else ()) for n, at, _ in walk if at == d)
+                for d in range(len(leaf.place[0]))]  # fmt: skip
+        alike = {d for d, (n, size) in enumerate(zip(rows, leaf.place[0], strict=True)) if 1 < n < size}
+        leaf.table = alike if _count(seen, place[0]) == _count(leaf.seen.content, leaf.seen.place[0]) else set()
+        for plane, old, new in zip((leaf.head, leaf.tail), before, (head, tail), strict=True):
+            plane.write(place, torch.where(seen, old, new) if bool(seen.any()) else new)
+        leaf.seen.write(place, torch.ones([1] * seen.dim(), dtype=torch.bool))
 
-    def _agree(self, terms: Sequence[tuple[int, Tensor]]) -> None:
-        """Σ ±x = 0 at every point of a grid."""
+    def _agree(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+        """h₁ − t₁ = h₂ − t₂ at every point of a grid."""
+        self.repeats.append((first, second))
+        terms = zip((1, -1, -1, 1), (*first, *second), strict=True)
         few = [(sign, squash(self.equations.find(t))[0]) for sign, t in terms]
         varies = [{d for d, n in enumerate(t.shape) if n > 1} for _, t in few]
         parts: list[set[int]] = []
         for dims in varies:  # dimensions that one term depends on belong together
             joined = dims.union(*(p for p in parts if p & dims))
             parts = [p for p in parts if not p & dims] + ([joined] if dims else [])
-        total = torch.zeros((), dtype=torch.long)
+        total = ZERO
         for part in [*parts, set()]:
-            f = torch.zeros((), dtype=torch.long)
+            f = ZERO
             for (sign, t), dims in zip(few, varies, strict=True):
                 if bool(dims) == bool(part) and dims <= part:
                     f = self.equations.sum(1, f, sign, t)
-            first = f
+            first_one = f
             for d in part:
-                first = first.narrow(d, 0, 1)
-            self.equations.tie(f, first)
-            total = self.equations.sum(1, total, 1, first.reshape(()))
-        self.equations.tie(total, torch.tensor(GROUND))
+                first_one = first_one.narrow(d, 0, 1)
+            self.equations.tie(f, first_one)
+            total = self.equations.sum(1, total, 1, first_one.reshape(()))
+        self.equations.tie(total, ZERO)
 
 
-def _at(terms: list[Tensor], d: int, chosen: Tensor) -> list[Tensor]:
-    return [t if t.shape[d] == 1 else t.index_select(d, chosen.nonzero()[:, 0]) for t in terms]
+def _count(seen: Tensor, sizes: Sizes) -> int:
+    return int(seen.sum()) * math.prod(sizes) // max(seen.numel(), 1)
 
 
-def _without_repeats(raw: Raw) -> Raw:
-    """The same place with size 1 along dimensions that are expanded."""
-    sizes = tuple(1 if s == 0 else n for n, s in zip(raw.sizes, raw.strides, strict=True))
-    strides = tuple(0 if n == 1 else s for n, s in zip(sizes, raw.strides, strict=True))
-    return raw._replace(sizes=sizes, strides=strides)
+def _where(seen: Tensor, sizes: Sizes, pairs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Pairs of nodes where elements were seen: rows of one dimension, or element by element."""
+    along = [d for d, n in enumerate(seen.shape) if n > 1]
+    if len(along) > 1:
+        return [[t.expand(sizes)[seen.expand(sizes)] for t in pair] for pair in pairs]
+    rows = seen.reshape(-1).nonzero()[:, 0]
+    return [[t if not along or t.shape[along[0]] == 1 else t.index_select(along[0], rows) for t in pair] for pair in pairs]
 
 
-def _block(place: Raw, parameter: Place, ends: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
-    """The indices of a place along each dimension of a parameter, and nodes so; None if they are no product of such."""
-    shape = parameter[0]
-    dense = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    found = locate(place[1:], parameter, dense)
-    if found is None:
+def overlap(place: Place) -> bool:
+    """Whether a step along a dimension may land on entries of shorter steps, as in what `expand` returns."""
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(*place[:2], strict=True) if n > 1):
+        if step <= reach:
+            return True
+        reach += (n - 1) * step
+    return False
+
+
+def layout(leaf: Leaf, equations: Equations) -> tuple[Tensor, Tensor, bool, int] | None:
+    """Head `(group, out)`, tail `(group, in)`, whether the parameter is stored (in, out), and elements not read.
+
+    None: it would have to be followed element by element, and is too large for that. Rows of a table that were not
+    read have the scale of those that were, where that is one.
+    """
+    shape = leaf.place[0]
+    seen, head, tail = (plane.read(leaf.place) for plane in (leaf.seen, leaf.head, leaf.tail))
+    head, tail = equations.find(head), equations.find(tail)
+    for d in leaf.table:
+        rows = seen.transpose(0, d).flatten(1).any(1).nonzero()[:, 0]
+        some = [t if t.shape[d] == 1 else t.index_select(d, rows) for t in (seen, head, tail)]
+        if all(constant(t, d) for t in some):
+            seen, head, tail = (t.narrow(d, 0, 1) for t in some)
+    (head,), (tail,) = squash(head), squash(tail)
+    missing = math.prod(shape) - _count(seen, shape)
+    for groups, swap in _candidates(shape, head, tail, leaf.groups) if len(shape) > 1 else ():
+        one, other = (tail, head) if swap else (head, tail)  # along the first dimension; along the second, by group
+        rows = other.reshape(other.shape[0], -1).expand(shape[0], -1).reshape(groups, shape[0] // groups, -1)
+        if max(one.shape[1:]) == max(other.shape[2:], default=1) == 1 and constant(rows, 1):
+            first = one.reshape(-1).expand(shape[0]).reshape(groups, -1)
+            second = rows[:, 0].expand(groups, shape[1])
+            return (second, first, True, missing) if swap else (first, second, False, missing)
+    if len(shape) == 1 and bool(tail.any()):
+        return head.expand(shape)[:, None], tail.expand(shape)[:, None], False, missing
+    if head.numel() * tail.numel() > LARGEST:
         return None
-    split, steps, start = found
-    sizes, jumps = ([n for part in parts for n in part] for parts in (split, steps))
-    along = [[k for k, step in enumerate(jumps) if dense[d] <= step < dense[d] * n] for d, n in enumerate(shape)]
-    rows = []
-    for d, dims in enumerate(along):
-        index = torch.tensor(start // dense[d] % shape[d])
-        for k in dims:
-            index = index[..., None] + torch.arange(sizes[k]) * (jumps[k] // dense[d])
-        rows.append(index.reshape(-1))
-    if any(len(index.unique()) < len(index) for index in rows):
-        return None
-    order = [k for dims in along for k in dims]
-    terms = []
-    for t in ends:
-        t = t.reshape([1] * (len(split) - t.dim()) + list(t.shape))
-        t = t.reshape([n for m, ns in zip(t.shape, split, strict=True) for n in (ns if m > 1 else [1] * len(ns))])
-        varies = [any(t.shape[k] > 1 for k in dims) for dims in along]
-        wide = {k for dims, one in zip(along, varies, strict=True) if one for k in dims}
-        t = t.expand([sizes[k] if k in wide else n for k, n in enumerate(t.shape)])
-        t = t.permute([*order, *(k for k in range(t.dim()) if k not in order)])
-        t = t.reshape([len(i) if one else 1 for i, one in zip(rows, varies, strict=True)])
-        for d, index in enumerate(rows):
-            t = t.index_select(d, index.argsort()) if varies[d] else t
-        terms.append(t)
-    return [index.sort().values for index in rows], terms
+    nodes = equations.sum(1, head, -1, tail).expand(shape)  # one for each element, from ground
+    return nodes.reshape(1, -1), torch.zeros(1, 1, dtype=torch.long), False, missing
+
+
+def _candidates(shape: Sizes, head: Tensor, tail: Tensor, groups: int) -> Iterator[tuple[int, bool]]:
+    """Numbers of groups that the nodes may have, likely ones first, and whether they are swapped."""
+    groups = groups if shape[0] % groups == 0 else 1
+    yield from ((groups, False), (groups, True), (1, False), (1, True))
+    for swap, term in ((False, tail), (True, head)):  # the side that depends on the group
+        rows = term.reshape(term.shape[0], -1)
+        changes = (rows[1:] != rows[:-1]).any(1).nonzero()[:, 0] + 1
+        yield shape[0] // math.gcd(shape[0], *changes.tolist()), swap
