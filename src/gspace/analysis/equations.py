@@ -138,12 +138,6 @@ class Equations:
         """Adds x = 0; how many of these equations were new."""
         return self.tie(nodes.unique(), torch.zeros((), dtype=torch.long))
 
-    def cancel(self, a: Tensor, b: Tensor) -> int:
-        """Adds x_a + x_b = 0, element by element; how many of these equations were new."""
-        a, b = pairs(*thin(*squash(self.find(a), self.find(b))))[0]
-        real = (a != ANY) & (b != ANY) & (a + b != GROUND)
-        return sum(self.vanish(((1, i), (1, j))) for i, j in zip(a[real].tolist(), b[real].tolist(), strict=True))
-
     def sum(self, p: Number, a: Tensor, q: Number, b: Tensor) -> Tensor:
         """Nodes with x = p·x_a + q·x_b, `ANY` where one of them is."""
         shape = torch.broadcast_shapes(a.shape, b.shape)

@@ -150,6 +150,7 @@ class Follow(Run):
 
     def tied(self, a: Tensor, b: Tensor) -> Tensor:
         """Nodes that must be the same: the first, or the second where the first is `ANY`."""
+        a, b = torch.broadcast_tensors(a, b)
         self.equations.tie(a, b)
         literal = thin(a)[0] == ANY
         return self.equations.find(torch.where(a == ANY, b, a) if bool(literal.any()) else a)
@@ -218,8 +219,8 @@ class Follow(Run):
 
 PASSES = {
     **dict.fromkeys("relu leaky_relu rrelu_with_noise _prelu_kernel prelu clamp_min threshold".split(), "relu"),
-    **dict.fromkeys("mul glu".split(), "gate"),
-    **dict.fromkeys("bmm baddbmm scaled_dot_product_attention".split(), "attention"),
+    "mul": "gate",
+    **dict.fromkeys("bmm scaled_dot_product_attention".split(), "attention"),
 }
 
 

@@ -15,35 +15,19 @@ from gspace.analysis.weights import ZERO
 
 
 def matrix_product(s: Follow, c: Call) -> Nodes:
-    """mm, bmm, mv, dot, and with something added: addmm, baddbmm, addmv."""
-    bias = c["self"] if c.name in ("addmm", "baddbmm", "addmv") and c.get("beta") != 0 else None
-    first, second = {
-        "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec"), "mv": ("self", "vec"),
-        "dot": ("self", "tensor"), "vdot": ("self", "other"),
-    }.get(c.name, ("self", "mat2"))  # fmt: skip
-    x, y = c[first], c[second]
+    """mm, bmm, and with a bias addmm."""
+    x, y = (c["mat1"], c["mat2"]) if c.name == "addmm" else (c["self"], c["mat2"])
     a, b = s.content(x), s.content(y)
-    a, b = _as_batch(a, x.dim(), 1), _as_batch(b, y.dim(), 2)
-    result = s.contract(a, b)
-    rank = max(x.dim(), y.dim()) if x.dim() == y.dim() == 3 else x.dim() + y.dim() - 2
-    result = result if rank == 3 else result[0] if rank == 2 else result[0, :, 0] if rank == 1 else result[0, 0, 0]
-    return result if bias is None else _biased(s, result, bias)
+    if c.name == "bmm":
+        return s.contract(a, b)
+    result = s.contract(_batch_of_one(a), _batch_of_one(b))[0]
+    return s.tied(result, s.ids(c["self"])) if c.name == "addmm" and c["beta"] != 0 else result
 
 
-def _as_batch(content: Tensor | Raw, rank: int, new: int) -> Tensor | Raw:
-    """As (n, rows, columns): a matrix in front, a vector as a row (`new` 1) or a column (2)."""
+def _batch_of_one(content: Tensor | Raw) -> Tensor | Raw:
     if isinstance(content, Tensor):
-        content = content.unsqueeze(new - 1) if rank == 1 else content
-        return content if rank == 3 else content[None]
-    sizes, strides = list(content.sizes), list(content.strides)
-    for at in ([new - 1] if rank == 1 else []) + ([0] if rank < 3 else []):
-        sizes.insert(at, 1)
-        strides.insert(at, 0)
-    return content._replace(sizes=tuple(sizes), strides=tuple(strides))
-
-
-def _biased(s: Follow, nodes: Tensor, bias: Tensor) -> Tensor:
-    return s.tied(nodes, s.ids(bias).expand(nodes.shape))
+        return content[None]
+    return content._replace(sizes=(1, *content.sizes), strides=(0, *content.strides))
 
 
 def convolution(s: Follow, c: Call) -> Nodes:
@@ -65,18 +49,17 @@ def convolution(s: Follow, c: Call) -> Nodes:
         head = s.equations.sum(1, weight.unflatten(0, (groups, -1)), 1, tail)
         head = s.reduce(head, [1 if transposed else 2, *range(3, head.dim())])
     head = head.reshape(1, -1, *taps)
-    return head if c["bias"] is None else s.tied(head, s.ids(c["bias"]).reshape(head.shape))
+    return head if c["bias"] is None else s.tied(head, s.ids(c["bias"]).reshape(1, -1, *taps))
 
 
 def trilinear(s: Follow, c: Call) -> Nodes:
     """Products of three, summed."""
-    nodes = []
+    total = ZERO
     for k in "123":
-        t = s.ids(c[f"i{k}"])
+        nodes = s.ids(c[f"i{k}"])
         for d in c[f"expand{k}"]:
-            t = t.unsqueeze(d)
-        nodes.append(t)
-    total = s.equations.sum(1, s.equations.sum(1, nodes[0], 1, nodes[1]), 1, nodes[2])
+            nodes = nodes.unsqueeze(d)
+        total = s.equations.sum(1, total, 1, nodes)
     return s.reduce(total, c["sumdim"], keep=False)
 
 
@@ -100,9 +83,8 @@ def attention(s: Follow, c: Call) -> list[Nodes]:
     mask = c.get("attn_mask", "attn_bias")
     if isinstance(mask, Tensor):
         s.pin(s.ids(mask), "inside of a softmax")
-    count = s.equations.cancel(s.reduce(q, -2), s.reduce(k, -2))
-    if count:
-        s.note(count, "queries and keys meet in a softmax: one scale for both")
+    products = s.equations.sum(1, s.reduce(q, -2), 1, s.reduce(k, -2))
+    s.pin(products, "queries and keys meet in a softmax: one scale for both")
     return [s.reduce(v, -2)] + [None] * 8
 
 
@@ -112,7 +94,7 @@ def attention(s: Follow, c: Call) -> list[Nodes]:
 def _affine(s: Follow, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Gain and bias write what comes out of a norm."""
     result = ZERO if weight is None else s.ids(weight)
-    return result if bias is None else _biased(s, result.expand(bias.shape), bias)
+    return result if bias is None else s.tied(result, s.ids(bias))
 
 
 def layer_norm(s: Follow, c: Call) -> list[Nodes]:
@@ -147,7 +129,7 @@ def batch_norm(s: Follow, c: Call) -> list[Nodes]:
     if shift is not None:
         s.equations.tie(s.weights.edges(shift, ZERO, shift.sizes, kind="norm"), written)
     elif c["bias"] is not None:
-        _biased(s, written, c["bias"])
+        s.tied(written, s.ids(c["bias"]))
     s.norms[key] = Norm(absorbed, written, gain is not None)
     for t, power in statistics:
         known, _ = s.statistics.setdefault(key_of(t), (absorbed, power))

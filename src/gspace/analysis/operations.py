@@ -14,24 +14,21 @@ from gspace.analysis.pathrules import NOT_HOMOGENEOUS, PRODUCT, UNKNOWN
 from gspace.analysis.sums import READ
 
 Rule = Callable[..., Any]
-TABLE: tuple[tuple[str, Rule, Rule | str], ...] = (
+TABLE: tuple[tuple[str, Rule | None, Rule | str], ...] = (
     ("", rules.unknown, UNKNOWN),
     # entry by entry
     ("relu abs neg positive", rules.homogeneous, paths.same),
     ("leaky_relu rrelu_with_noise rrelu_with_noise_functional", rules.homogeneous, paths.leaky),
     ("tril triu", rules.homogeneous, paths.moved),
-    ("native_dropout", rules.dropout, paths.same),
+    ("native_dropout", rules.homogeneous, paths.same),
     ("clamp clamp_min clamp_max threshold hardtanh", rules.clamped, paths.clamped),
     ("_prelu_kernel prelu", rules.prelu, paths.prelu),
-    ("glu", rules.glu, PRODUCT),
     ("mul", rules.product, paths.product),
     ("div", rules.product, paths.divided),
-    ("sqrt rsqrt reciprocal square pow", rules.power, NOT_HOMOGENEOUS),
+    ("sqrt rsqrt reciprocal pow", rules.power, NOT_HOMOGENEOUS),
     ("add sub rsub maximum minimum fmax fmin", rules.added, paths.added),
     ("where masked_fill", rules.added, paths.masked),
-    ("lerp", rules.added, UNKNOWN),
     ("lt le gt ge eq ne", rules.compared, paths.nothing),
-    ("addcmul addcdiv", rules.product_added, UNKNOWN),
     # movement
     ("clone _to_copy copy contiguous", rules.copied, paths.copied),
     (
@@ -41,15 +38,14 @@ TABLE: tuple[tuple[str, Rule, Rule | str], ...] = (
         paths.moved,
     ),
     ("split_with_sizes_copy repeat_interleave", rules.moved, UNKNOWN),
-    ("im2col", rules.resampled, paths.moved),
     (
         "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
         "replication_pad3d upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
         "_upsample_nearest_exact2d _upsample_nearest_exact3d",
-        rules.resampled,
+        None,
         paths.windows,
     ),
-    ("cat stack", rules.joined, paths.moved),
+    ("cat", rules.joined, paths.moved),
     ("constant_pad_nd", rules.padded, paths.padded),
     ("index index_select gather take_along_dim", rules.chosen, paths.moved),
     ("embedding", rules.chosen, paths.embedding),
@@ -68,9 +64,9 @@ TABLE: tuple[tuple[str, Rule, Rule | str], ...] = (
         rules.pooled,
         paths.windows,
     ),
-    ("col2im fractional_max_pool2d", rules.pooled, UNKNOWN),
+    ("fractional_max_pool2d", rules.pooled, UNKNOWN),
     # layers
-    ("mm bmm addmm baddbmm mv addmv dot vdot", layers.matrix_product, paths.matrix_product),
+    ("mm bmm addmm", layers.matrix_product, paths.matrix_product),
     (
         "convolution _convolution cudnn_convolution mkldnn_convolution convolution_overrideable",
         layers.convolution,
@@ -121,5 +117,5 @@ TABLE: tuple[tuple[str, Rule, Rule | str], ...] = (
     ),
 )
 
-RULES: dict[str, Rule] = {name: rule for names, rule, _ in TABLE for name in names.split(" ")}
+RULES: dict[str, Rule] = {name: rule for names, rule, _ in TABLE for name in names.split(" ") if rule is not None}
 PATHS: dict[str, Rule | str] = {name: rule for names, _, rule in TABLE for name in names.split(" ")}

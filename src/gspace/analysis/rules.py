@@ -5,6 +5,7 @@ operation has which rule is said in `operations.py`.
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -21,30 +22,25 @@ from gspace.analysis.weights import ZERO
 EPSILON = 1e-2  # a number below it that is added to a scaled value is an ε: without it, the scale would be exact
 
 
-def unknown(s: Follow, c: Call) -> Nodes:
-    """No rule: what is read and what is returned is ground."""
-    return _pinned(s, c, "no rule is known for it")
+def pinning(reason: str) -> Callable[[Follow, Call], None]:
+    """Sets what is read and what is returned to ground."""
+
+    def rule(s: Follow, c: Call) -> None:
+        for t in tree_leaves(c.args):
+            if isinstance(t, Tensor) and t in s.memory:
+                s.pin(s.content(t), reason)
+
+    return rule
 
 
-def nonlinear(s: Follow, c: Call) -> Nodes:
-    return _pinned(s, c, "not positively homogeneous")
-
-
-def _pinned(s: Follow, c: Call, reason: str) -> Nodes:
-    for t in tree_leaves(c.args):
-        if isinstance(t, Tensor) and t in s.memory:
-            s.pin(s.content(t), reason)
-    return None
+unknown = pinning("no rule is known for it")
+nonlinear = pinning("not positively homogeneous")
+read_out = pinning("its value is read")
 
 
 def ground(s: Follow, c: Call) -> Nodes:
     """Reads no value, or only signs and zeros, which no positive scale changes."""
     return None
-
-
-def read_out(s: Follow, c: Call) -> Nodes:
-    """A value that Python sees."""
-    return _pinned(s, c, "its value is read")
 
 
 def created(s: Follow, c: Call) -> Nodes:
@@ -53,13 +49,9 @@ def created(s: Follow, c: Call) -> Nodes:
     return s.ids(value)
 
 
-def homogeneous(s: Follow, c: Call) -> Nodes:
-    """f(c·x) = c·f(x), entry by entry."""
-    return s.ids(c["self"])
-
-
-def dropout(s: Follow, c: Call) -> list[Nodes]:
-    return [s.ids(c["input"]), None]
+def homogeneous(s: Follow, c: Call) -> list[Nodes]:
+    """f(c·x) = c·f(x), entry by entry; dropout returns its mask too."""
+    return [s.ids(c.get("self", "input")), None]
 
 
 def copied(s: Follow, c: Call) -> Nodes:
@@ -92,26 +84,14 @@ def _here(value: Any) -> Any:
     return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.cpu()
 
 
-def resampled(s: Follow, c: Call) -> Nodes:
-    """Moves elements about, but only floating ones."""
-    x = s.ids(c["self"])
-    return c.run(self=x.double().contiguous()).long()
-
-
 def joined(s: Follow, c: Call) -> Nodes:
-    """cat, stack: dimensions that no node changes along stay expanded."""
-    tensors = [t for t in c["tensors"] if t.numel() or t.dim() != 1]
-    dim = c["dim"] if "dim" in c.args else 0
-    nodes = [s.ids(t) for t in tensors]
+    """cat: dimensions that no node changes along stay expanded."""
+    nodes = [s.ids(t) for t in c["tensors"] if t.numel() or t.dim() != 1]
     rank = nodes[0].dim()
-    shapes = [list(t.shape) for t in nodes]
-    for d in range(rank):
-        if (c.name == "stack" or d != dim % rank) and all(t.stride(d) == 0 for t in nodes):
+    for d in set(range(rank)) - {c["dim"] % rank}:
+        if all(t.stride(d) == 0 for t in nodes):
             nodes = [t.narrow(d, 0, 1) for t in nodes]
-    result = (torch.stack if c.name == "stack" else torch.cat)(nodes, dim)
-    at = dim % (rank + (c.name == "stack"))
-    full = [*shapes[0][:at], result.shape[at], *shapes[0][at + (c.name != "stack") :]]
-    return result.expand(full)
+    return torch.cat(nodes, c["dim"])
 
 
 def padded(s: Follow, c: Call) -> Nodes:
@@ -129,52 +109,36 @@ def padded(s: Follow, c: Call) -> Nodes:
 
 def chosen(s: Follow, c: Call) -> Nodes:
     """index, gather, embedding …: rows of a table that this batch does not choose have the scale of the others."""
-    source, where = c.get("self", "weight"), tree_leaves(c.get("indices", "index"))
+    name, index = "weight" if "weight" in c.args else "self", "indices" if "indices" in c.args else "index"
+    source, where = c[name], tree_leaves(c[index])
+    dims = [0 if c.name == "embedding" else c["dim"] % max(source.dim(), 1)] if c.name != "index" else []
+    d = 0
+    for w in where if c.name == "index" else ():
+        width = w.dim() if isinstance(w, Tensor) and w.dtype in (torch.bool, torch.uint8) else 1
+        dims += range(d, d + width) if w is not None else ()
+        d += width
     raw = s.raw(source)
-    rank = source.dim()
-    if c.name == "index":
-        dims: list[int] = []
-        d = 0
-        for w in where:
-            width = w.dim() if isinstance(w, Tensor) and w.dtype in (torch.bool, torch.uint8) else 1
-            dims += range(d, d + width) if w is not None else ()
-            d += width
-    else:
-        dims = [0 if c.name == "embedding" else c["dim"] % max(rank, 1)]
-    if c.name == "embedding" and raw is not None:
-        head = s.weights.edges(raw, ZERO, (1, raw.sizes[1]))
-        if c["padding_idx"] >= 0:
-            s.untrained.append(head)
-        return head[0]
     if raw is not None:
         nodes = s.weights.edges(raw, ZERO, [1 if d in dims else n for d, n in enumerate(raw.sizes)]).expand(raw.sizes)
+        if c.get("padding_idx") is not None and c["padding_idx"] >= 0:
+            s.untrained.append(nodes[:1])
     else:
         nodes = s.ids(source)
         if any(s.unknown(w) for w in where):
             nodes = s.reduce(nodes, dims).expand(nodes.shape)
-    if all(constant(nodes, d) for d in dims) and c.name in ("index_select", "embedding"):
+    if c.name in ("index_select", "embedding") and constant(nodes, dims[0]):
         return nodes.narrow(dims[0], 0, 1) if c.name == "index_select" else nodes[0]
-    index = "indices" if "indices" in c.args else "index"
-    name = "self" if "self" in c.args else "weight"
     return c.run(**{name: nodes.contiguous(), index: tree_map(_here, c[index])})
 
 
 def collected(s: Follow, c: Call) -> Nodes:
     """Rows that are written onto others, several perhaps onto one."""
-    x = s.ids(c["self"])
-    if c.name == "index_put":
-        rows = s.ids(c["values"])
-        if not c["accumulate"] and not any(s.unknown(i) for i in c["indices"]):
-            return torch.ops.aten.index_put(x.contiguous(), tree_map(_here, c["indices"]), rows)
-        one, other = s.reduce(x), s.reduce(rows)
-    elif c.name == "masked_scatter":
-        one, other = s.reduce(x), s.reduce(s.ids(c["source"]))
-    else:
-        source = s.ids(c.get("source", "src", "value"))
-        dims = [c["dim"]] if c.name == "index_add" else None  # a scatter has an index for every entry
-        one, other = s.reduce(x, dims), s.reduce(source, dims)
-    other = other.reshape([1] * (one.dim() - other.dim()) + list(other.shape))
-    return s.tied(*torch.broadcast_tensors(one, other)).expand(x.shape)
+    x, rows = s.ids(c["self"]), s.ids(c.get("values", "source", "src", "value"))
+    if c.name == "index_put" and not c["accumulate"] and not any(s.unknown(i) for i in c["indices"]):
+        return torch.ops.aten.index_put(x.contiguous(), tree_map(_here, c["indices"]), rows)
+    dims = [c["dim"]] if c.name == "index_add" else None  # a scatter has an index for every entry
+    one, other = s.reduce(x, dims), s.reduce(rows, dims)
+    return s.tied(one, other.reshape([1] * (one.dim() - other.dim()) + list(other.shape)))
 
 
 # Arithmetic -----------------------------------------------------------------------------------------------------------
@@ -205,7 +169,7 @@ def _gain(s: Follow, nodes: Tensor, raw: Raw) -> Tensor | None:
     return s.weights.edges(raw, tail, sizes[few.dim() - len(raw.sizes) :])
 
 
-POWERS = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": -1, "square": 2}
+POWERS = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": -1}
 
 
 def power(s: Follow, c: Call) -> Nodes:
@@ -220,9 +184,7 @@ def power(s: Follow, c: Call) -> Nodes:
 
 def added(s: Follow, c: Call) -> Nodes:
     """Things that are added, compared or chosen from have one scale. A small number is an ε; 1 + w is a gain."""
-    x, y = c["self"], c.get("other", "value", "end")
-    if c.name == "lerp" and isinstance(c["weight"], Tensor) and c["weight"] in s.memory:
-        return nonlinear(s, c)
+    x, y = c["self"], c.get("other", "value")
     for one, other in ((x, y), (y, x)):
         if isinstance(one, (int, float)) and one and math.isfinite(one) and c.name in ("add", "sub", "rsub"):
             if abs(one) < EPSILON:
@@ -237,12 +199,6 @@ def added(s: Follow, c: Call) -> Nodes:
 def compared(s: Follow, c: Call) -> Nodes:
     added(s, c)
     return None
-
-
-def product_added(s: Follow, c: Call) -> Nodes:
-    """addcmul, addcdiv."""
-    term = s.equations.sum(1, s.ids(c["tensor1"]), 1 if c.name == "addcmul" else -1, s.ids(c["tensor2"]))
-    return s.tied(*torch.broadcast_tensors(s.ids(c["self"]), term))
 
 
 def clamped(s: Follow, c: Call) -> Nodes:
@@ -264,12 +220,6 @@ def prelu(s: Follow, c: Call) -> Nodes:
     else:
         s.pin(slope, "the slope of a PReLU, which no scale changes")
     return s.ids(c["self"])
-
-
-def glu(s: Follow, c: Call) -> Nodes:
-    value, gate = s.ids(c["self"]).chunk(2, c["dim"])
-    s.pin(gate, "not positively homogeneous")
-    return value
 
 
 # Reductions -----------------------------------------------------------------------------------------------------------

@@ -242,9 +242,10 @@ def _decomposition(func: Any) -> Any:
 @cache
 def facts(func: Any) -> tuple[str, bool, bool]:
     """Its name without the underscore of a call in place, whether it writes, and whether its result is a view."""
-    name = func._schema.name.split("::")[1]
+    name = func._schema.name.removeprefix("aten::")
     name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    return name, func._schema.is_mutable, func.is_view or name in VIEWS
+    shares = (func.is_view or name in VIEWS) and not func._can_decompose()  # `reshape` may copy
+    return name, func._schema.is_mutable, shares
 
 
 @cache

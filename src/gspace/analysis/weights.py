@@ -105,7 +105,9 @@ class Weights:
         if leaf.kinds <= {"pinned", "zero"}:
             leaf.shift = shift
         if leaf.shift != shift:
-            self.equations.ground(torch.cat([t.reshape(-1) for t in (head, tail, leaf.head.content, leaf.tail.content)]))
+            self.equations.ground(
+                torch.cat([t.reshape(-1) for t in (head, tail, leaf.head.content, leaf.tail.content)])
+            )
             self.note(max(place[0]), "a gain that is used with 1 added to it and without")
         self._use(leaf, place, head, tail, kind)
         return head
@@ -183,7 +185,9 @@ def _where(seen: Tensor, sizes: Sizes, pairs: Sequence[Sequence[Tensor]]) -> lis
     if len(along) > 1:
         return [[t.expand(sizes)[seen.expand(sizes)] for t in pair] for pair in pairs]
     rows = seen.reshape(-1).nonzero()[:, 0]
-    return [[t if not along or t.shape[along[0]] == 1 else t.index_select(along[0], rows) for t in pair] for pair in pairs]
+    return [
+        [t if not along or t.shape[along[0]] == 1 else t.index_select(along[0], rows) for t in pair] for pair in pairs
+    ]
 
 
 def overlap(place: Place) -> bool:
