@@ -1,6 +1,7 @@
 """From the equations of a run to an `Analysis`: free nodes become units, everything else a linear form of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from gspace.analysis.follow import Follow
 from gspace.analysis.memory import key_of
 from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, plain
 from gspace.analysis.weights import layout
+
+NONE = torch.zeros(0, dtype=torch.long, device="cpu")
 
 
 class Units(NamedTuple):
@@ -30,28 +33,34 @@ class Units(NamedTuple):
     def edges(self, edges: Sequence[Edges]) -> tuple[Edges, ...]:
         return tuple(replace(e, head=self.of(e.head), tail=self.of(e.tail)) for e in edges)
 
+    def inside(self, ids: Iterable[Tensor]) -> frozenset[int]:
+        """Units that these are, or are linear forms of."""
+        found = torch.cat([NONE, *(t.reshape(-1) for t in ids)]).unique().tolist()
+        return frozenset(u for i in found for u, _ in self.forms.get(i, ((i, 1),)) if u)
+
 
 def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
     names, exact, transparent = dict(model.named_parameters()), follow.equations, _transparent(follow)
-    for norm in follow.norms.values():
-        if not norm.affine:
-            exact.ground(norm.written)
+    norms = follow.norms.values()
+    exact.ground(*(norm.written for norm in norms if not norm.affine))
     unseen = {name: names[name].numel() for name in unread(follow, model)}
     nodes = _edges(follow, names, exact, unseen, {"edge", "norm"})
-    absorbed = [*follow.absorbed, *(norm.absorbed for norm in follow.norms.values())]
+    absorbed = [*follow.absorbed, *(norm.absorbed for norm in norms)]
     units = _number(exact, nodes, absorbed, [nodes for nodes, _ in follow.statistics.values()])
-    edges, H = units.edges(nodes), units.exact
+    edges, H, total = units.edges(nodes), units.exact, units.exact + units.absorbed
     paper_nodes = _edges(follow, names, transparent, {}, {"edge"})
     paper = _number(transparent, paper_nodes, (), ())
     paper_edges, H_paper = _compact(plain(paper.edges(paper_nodes), paper.forms))
     buffers = {key_of(b): name for name, b in model.named_buffers()}
     m = sum(p.numel() for p in names.values() if p.requires_grad)
+    frozen = units.inside(t for e in edges if not names[e.name].requires_grad for t in (e.head, e.tail))
+    groups = members(edges, H, total, units.forms)
     return Analysis(
         H=H,
         H_absorbed=units.absorbed,
         H_paper=H_paper,
         m=m,
-        dim=m - H + sum(1 for u in _frozen(edges, names, units.forms) if 0 < u <= H),
+        dim=m - H + sum(u <= H for u in frozen),
         edges=edges,
         transparent=paper_edges,
         statistics=tuple(
@@ -59,22 +68,13 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
             for key, (nodes, power) in follow.statistics.items()
             if key in buffers
         ),
-        units=groups(edges, H, H + units.absorbed, units.forms),
+        units=tuple(replace(group, count=len(listed)) for group, listed in groups.items()),
         pinned=_pinned(follow.pins),
         residual=residual,
         forms=units.forms,
         unseen=unseen,
-        passes=_passes(follow, units),
+        passes={kind: units.inside(map(units.of, nodes)) for kind, nodes in follow.passed.items()},
     )
-
-
-def _passes(follow: Follow, units: Units) -> dict[str, frozenset[int]]:
-    """Units that go through an operation, linear forms as the units in them."""
-    found = {}
-    for kind, nodes in follow.passed.items():
-        ids = set(units.of(torch.cat(nodes)).tolist())
-        found[kind] = frozenset(u for i in ids for u, _ in units.forms.get(i, ((i, 1),)) if u)
-    return found
 
 
 def unread(follow: Follow, model: nn.Module) -> list[str]:
@@ -85,21 +85,17 @@ def unread(follow: Follow, model: nn.Module) -> list[str]:
 
 def _transparent(follow: Follow) -> Equations:
     """The view of the paper: BatchNorm is not there, and a weight that is used twice has one head and one tail."""
-    equations = follow.equations.copy()
+    equations = deepcopy(follow.equations)
     for norm in follow.norms.values():
         equations.tie(norm.absorbed, norm.written)
-    for nodes in [*follow.absorbed, *follow.untrained]:  # what other norms divide out is no symmetry at their ε
-        equations.ground(nodes)
+    shifted = [leaf.head.content for leaf in follow.positions if leaf.shift]
+    equations.ground(*follow.absorbed, *follow.untrained, *shifted)  # what other norms divide out is exact at no ε
     for first, second in follow.weights.repeats:
         if [t.shape for t in first] == [t.shape for t in second]:
             for one, other in zip(first, second, strict=True):
                 equations.tie(one, other)
         else:
-            for t in (*first, *second):
-                equations.ground(t)
-    for leaf in follow.positions:
-        if leaf.shift:
-            equations.ground(leaf.head.content)
+            equations.ground(*first, *second)
     return equations
 
 
@@ -119,7 +115,7 @@ def _edges(
         name, found = known[id(leaf.parameter)], layout(leaf, equations)
         if found is None:
             follow.pins.append(Pin("view", name, min(leaf.place[0][:2]), "too many parts to be followed one by one"))
-            equations.ground(torch.cat([plane.content.reshape(-1) for plane in (leaf.head, leaf.tail)]))
+            equations.ground(leaf.head.content, leaf.tail.content)
             continue
         head, tail, swap, missing = found
         unseen.update({name: missing} if missing else {})
@@ -132,12 +128,9 @@ def _number(
     equations: Equations, edges: Sequence[Edges], absorbed: Sequence[Tensor], others: Sequence[Tensor]
 ) -> Units:
     """Numbers the free nodes that parameters touch, oldest first; those that an ε absorbs come last."""
-    touched = [t.reshape(-1) for t in (*(t for e in edges for t in (e.head, e.tail)), *others)]
-    none = torch.zeros(0, dtype=torch.long)
-    ids = equations.find(torch.cat([*absorbed, none])).unique()
-    ids = ids[ids > ANY]
-    last = set(ids[~equations.linked[ids]].tolist())
-    for node in ids[equations.linked[ids]].tolist():
+    plain, linked = _split(equations, absorbed)
+    last = set(plain.tolist())
+    for node in linked:
         form = dict(equations.form(node))
         free_terms = [j for j in form if j not in last]
         if len(form) == 1:
@@ -147,26 +140,30 @@ def _number(
             c = form.pop(pivot)
             equations.define(pivot, {unit: Fraction(1) / c, **{j: Fraction(-k) / c for j, k in form.items()}})
             last.add(unit)
-    ids = equations.find(torch.cat([*touched, none])).unique()
-    ids = ids[ids > ANY]
-    plain = ids[~equations.linked[ids]]
-    forms = {node: equations.form(node) for node in ids[equations.linked[ids]].tolist()}
+    plain, linked = _split(equations, [*(t for e in edges for t in (e.head, e.tail)), *others])
+    forms = {node: equations.form(node) for node in linked}
     inside = torch.tensor(sorted({j for form in forms.values() for j in form}), dtype=torch.long)
     free = torch.cat([plain, inside]).unique()
     late = torch.isin(free, torch.tensor(sorted(last), dtype=torch.long))
     ordered = torch.cat([free[~late], free[late]])
     table = torch.zeros(equations.count, dtype=torch.long)
     table[ordered] = torch.arange(1, len(ordered) + 1)
-    behind: dict[int, Form] = {}
-    known: dict[Form, int] = {}
+    behind: dict[Form, int] = {}
     for node, form in forms.items():
         written = tuple(sorted((int(table[j]), c) for j, c in form.items()))
         if len(written) == 1 and written[0][1] == 1:
             table[node] = written[0][0]
         elif written:
-            number = known.setdefault(written, len(ordered) + 1 + len(known))
-            table[node], behind[number] = number, written
-    return Units(equations, table, len(ordered) - int(late.sum()), int(late.sum()), behind)
+            table[node] = behind.setdefault(written, len(ordered) + 1 + len(behind))
+    absent = int(late.sum())
+    return Units(equations, table, len(ordered) - absent, absent, {number: form for form, number in behind.items()})
+
+
+def _split(equations: Equations, nodes: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """The classes of nodes: free ones, and those that are linear forms."""
+    ids = equations.find(torch.cat([NONE, *(t.reshape(-1) for t in nodes)])).unique()
+    ids = ids[ids > ANY]
+    return ids[~equations.linked[ids]], ids[equations.linked[ids]].tolist()
 
 
 def _compact(edges: Sequence[Edges]) -> tuple[tuple[Edges, ...], int]:
@@ -178,55 +175,23 @@ def _compact(edges: Sequence[Edges]) -> tuple[tuple[Edges, ...], int]:
     return tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges), len(units) - 1
 
 
-def _frozen(edges: Sequence[Edges], parameters: Mapping[str, Tensor], forms: Mapping[int, Form]) -> set[int]:
-    """Units that touch a frozen parameter."""
-    ids = [t.reshape(-1) for e in edges if not parameters[e.name].requires_grad for t in (e.head, e.tail)]
-    found = set(torch.cat(ids).unique().tolist()) if ids else set()
-    return found.union(*({u for u, _ in forms[node]} for node in found if node in forms))
-
-
-def membership(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> Tensor:
-    """The group of each unit 1…total, by who writes and who reads it: groups are numbered by their first units.
-
-    Each parameter adds a random signature to its units.
-    """
-    generator = torch.Generator().manual_seed(0)
-    signature = (torch.arange(total + 1) > H).long()
+def members(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> dict[UnitGroup, list[int]]:
+    """Units 1…total by who writes and who reads them: parameters that grow, and that shrink with them."""
+    names: list[tuple[list[str], list[str]]] = [([], []) for _ in range(total + 1)]
     for e in edges:
-        for ids in _sides(e, total, forms):
-            signature[ids] += torch.randint(1 << 60, (1,), generator=generator)
-    keys, inverse = signature[1:].unique(return_inverse=True)
-    first = torch.full((len(keys),), total, dtype=torch.long).scatter_reduce(0, inverse, torch.arange(total), "amin")
-    return first.argsort().argsort()[inverse]
-
-
-def groups(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> tuple[UnitGroup, ...]:
-    """Units that are written and read by the same parameters."""
-    member = membership(edges, H, total, forms)
-    counts = member.bincount()
-    units = torch.full((len(counts),), total).scatter_reduce(0, member, torch.arange(total), "amin") + 1
-    place = torch.full((total + 1,), -1).index_put((units,), torch.arange(len(units)))
-    names: list[tuple[list[str], list[str]]] = [([], []) for _ in units]  # who writes and who reads it
-    for e in edges:
-        for column, ids in enumerate(_sides(e, total, forms)):
-            for k in place[ids].tolist():
-                if k >= 0:
-                    names[k][column].append(e.name)
-    found = []
-    for u, count, (written, read) in zip(units.tolist(), counts.tolist(), names, strict=True):
-        found.append(UnitGroup(count, tuple(written), tuple(read), "absorbed" if u > H else "exact"))
-    return tuple(found)
-
-
-def _sides(e: Edges, total: int, forms: Mapping[int, Form]) -> tuple[Tensor, Tensor]:
-    """Units that a parameter grows with, and units that it shrinks with."""
-    sides = [side.unique() for side in (e.head, e.tail)]
-    found = [[side[(side > 0) & (side <= total)]] for side in sides]
-    for column, side in enumerate(sides):
-        terms = [term for node in side[side > total].tolist() for term in forms[node]]
-        for v, c in terms:
-            found[column if c > 0 else 1 - column].append(torch.tensor([v]))
-    return torch.cat(found[0]).unique(), torch.cat(found[1]).unique()
+        sides: list[set[int]] = [set(), set()]
+        for sign, side in ((1, e.head), (-1, e.tail)):
+            for node in side.unique().tolist():
+                for u, c in forms.get(node, ((node, 1),)):
+                    sides[c * sign < 0].add(u)
+        for column, units in enumerate(sides):
+            for u in units:
+                names[u][column].append(e.name)
+    found: dict[UnitGroup, list[int]] = {}
+    for u, (written, read) in list(enumerate(names))[1:]:
+        group = UnitGroup(0, tuple(written), tuple(read), "absorbed" if u > H else "exact")
+        found.setdefault(group, []).append(u)
+    return found
 
 
 def _pinned(pins: Sequence[Pin]) -> tuple[Pin, ...]:

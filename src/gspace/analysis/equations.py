@@ -34,12 +34,6 @@ class Equations:
         self.forms: dict[int, Form] = {}
         self._derived: dict[frozenset[tuple[int, Number]], int] = {}
 
-    def copy(self) -> "Equations":
-        other = Equations()
-        other.count, other.parent, other.linked = self.count, self.parent.clone(), self.linked.clone()
-        other.forms = {node: dict(form) for node, form in self.forms.items()}
-        return other
-
     def fresh(self, *shape: int) -> Tensor:
         """New nodes."""
         n = math.prod(shape)
@@ -134,9 +128,10 @@ class Equations:
             a, b = a[differ], b[differ]
         return new
 
-    def ground(self, nodes: Tensor) -> int:
+    def ground(self, *nodes: Tensor) -> int:
         """Adds x = 0; how many of these equations were new."""
-        return self.tie(nodes.unique(), torch.zeros((), dtype=torch.long))
+        found = [thin(t)[0].reshape(-1) for t in nodes]
+        return self.tie(torch.cat(found).unique(), torch.zeros((), dtype=torch.long)) if found else 0
 
     def sum(self, p: Number, a: Tensor, q: Number, b: Tensor) -> Tensor:
         """Nodes with x = p·x_a + q·x_b, `ANY` where one of them is."""

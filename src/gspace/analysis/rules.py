@@ -138,7 +138,7 @@ def collected(s: Follow, c: Call) -> Nodes:
         return torch.ops.aten.index_put(x.contiguous(), tree_map(_here, c["indices"]), rows)
     dims = [c["dim"]] if c.name == "index_add" else None  # a scatter has an index for every entry
     one, other = s.reduce(x, dims), s.reduce(rows, dims)
-    return s.tied(one, other.reshape([1] * (one.dim() - other.dim()) + list(other.shape)))
+    return s.tied(one, other if dims else other.reshape(()))
 
 
 # Arithmetic -----------------------------------------------------------------------------------------------------------

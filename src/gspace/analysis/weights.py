@@ -105,9 +105,7 @@ class Weights:
         if leaf.kinds <= {"pinned", "zero"}:
             leaf.shift = shift
         if leaf.shift != shift:
-            self.equations.ground(
-                torch.cat([t.reshape(-1) for t in (head, tail, leaf.head.content, leaf.tail.content)])
-            )
+            self.equations.ground(head, tail, leaf.head.content, leaf.tail.content)
             self.note(max(place[0]), "a gain that is used with 1 added to it and without")
         self._use(leaf, place, head, tail, kind)
         return head

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from gspace.analysis import Analysis, Edges, Inputs, analyzed, unwrap
-from gspace.analysis.assemble import membership
+from gspace.analysis.assemble import members
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_seen
 from gspace.quantization.mapping import Hook, Mapping, Mappings, Side
@@ -61,7 +61,8 @@ def mappings(
 def _mappings(model: nn.Module, found: Analysis) -> Mappings:
     total = found.H + found.H_absorbed
     member = torch.full((total + 1,), -1)
-    member[1:] = membership(found.edges, found.H, total, found.forms)
+    for k, listed in enumerate(members(found.edges, found.H, total, found.forms).values()):
+        member[listed] = k
     member[found.H + 1 :] = -1  # a scale that a norm absorbs is exact only without its ε
     parameters = dict(model.named_parameters())
     boxes: dict[int, list[Box]] = {}
