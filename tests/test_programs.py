@@ -159,6 +159,18 @@ def test_frozen_parameters_are_rescaled_and_do_not_count() -> None:
     assert not model[0].weight.requires_grad
 
 
+def test_an_operation_of_another_library_is_not_taken_for_one_of_torch() -> None:
+    """Both are named relu."""
+
+    @torch.library.custom_op("gspace_tests::relu", mutates_args=())
+    def relu(x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    found = follow(Net(lambda s, x: s.o(relu(s.a(x))), a=nn.Linear(5, 7), o=nn.Linear(7, 3)).double())
+    assert found.H == 0
+    assert "gspace_tests::relu" in {pin.operation for pin in found.pinned}
+
+
 def test_sync_batch_norm_is_a_batch_norm() -> None:
     model = nn.Sequential(nn.Conv2d(5, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).double()
     found = gspace.analyze(nn.SyncBatchNorm.convert_sync_batchnorm(model))

@@ -3,7 +3,7 @@
 `analyze` runs the model on an example batch, in training and in evaluation mode. Behind every storage lies a shadow of
 scale nodes (`memory`), and every operation adds linear equations between their log-scales (`follow`, by the `rules` of
 the table in `operations`), which are solved as they come (`equations`). Parameters are edges between nodes (`weights`).
-What is free at the end is a unit (`layout`, `assemble`; the `result`).
+What is free at the end is a unit (`assemble`; the `result`).
 """
 
 import difflib

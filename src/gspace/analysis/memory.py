@@ -32,7 +32,8 @@ class Raw(NamedTuple):
         if found is None or any(len(walk) > 1 for walk in found[0]):
             return None
         strides = tuple(jump and jump * self.strides[d] for ((_, d, jump),) in found[0])
-        return Raw(self.key, place[0], strides, self.offset + sum(map(math.prod, zip(found[1], self.strides))))
+        start = sum(map(math.prod, zip(found[1], self.strides, strict=True)))
+        return Raw(self.key, place[0], strides, self.offset + start)
 
 
 def key_of(t: Tensor) -> int:

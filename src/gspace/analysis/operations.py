@@ -10,7 +10,7 @@ from typing import Any
 
 from gspace.analysis import layers, rules
 from gspace.analysis import pathrules as paths
-from gspace.analysis.pathrules import NOT_HOMOGENEOUS, PRODUCT, UNKNOWN
+from gspace.analysis.pathrules import NOT_HOMOGENEOUS, UNKNOWN
 from gspace.analysis.sums import READ
 
 Rule = Callable[..., Any]
