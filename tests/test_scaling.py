@@ -338,6 +338,17 @@ def test_a_unit_is_known_from_its_readers_alone() -> None:
     assert gspace.are_equivalent(model, other)
 
 
+def test_units_before_rows_that_a_norm_absorbs_are_balanced_too() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3), nn.ReLU()).double()
+    model.append(nn.Flatten()).append(nn.Linear(3, 2).double())
+    found = gspace.analyze(model, torch.zeros(2, 2, 5, 5, dtype=torch.float64))
+    assert found.H_absorbed == 3
+    scales = gspace.balance_(model, absorbed=True, analysis=found)
+    balance = gspace.balancedness(model, analysis=found)
+    torch.testing.assert_close(balance.incoming, balance.outgoing, rtol=1e-12, atol=0)
+    assert bool((scales.values[found.H :] == 1).all()), "nothing takes their scale back"
+
+
 def test_what_flows_into_a_dead_unit_does_not_move_the_balance() -> None:
     model = mlp(3, 4, 4, 2).double()
     with torch.no_grad():

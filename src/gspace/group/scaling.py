@@ -8,8 +8,8 @@ unless asked for: scaling them is exact only as ε → 0.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, analyzed
 from gspace.devices import on_cpu
-from gspace.group.balance import balanced_log_scales, squares
-from gspace.group.solve import conjugate_gradients
+from gspace.group.balance import balanced_log_scales
 from gspace.optim.arguments import number, require_seen, require_values
 from gspace.sharding import edges_here, local, require, reshard, shared, weights_of
 
@@ -204,73 +203,9 @@ def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | N
 def balanced(found: Analysis, weights: Mapping[str, Tensor], absorbed: bool = True) -> Tensor:
     """Log-scales of ground and units that balance these weights; absorbed units stay at 0 unless `absorbed`."""
     n = 1 + found.H + found.H_absorbed
-    special = torch.tensor(sorted({u for form in found.forms.values() for u, _ in form}), dtype=torch.long)
-    fixed = torch.zeros(n, dtype=torch.bool)
-    fixed[special] = True
-    if not absorbed:
-        fixed[1 + found.H :] = True
-    alone = torch.arange(1 + max([n - 1, *found.forms]))
-    alone[n:] = 0  # linear forms act as ground, and so do the units in them
-    edges = [replace(e, head=alone[e.head], tail=alone[e.tail]) for e in found.edges]
-    log = balanced_log_scales(edges, weights, n, fixed).cpu()
-    if not found.forms:
-        return log
-    free = torch.ones(n, dtype=torch.bool)
-    free[0] = False
-    if not absorbed:
-        free[1 + found.H :] = False
-    return _newton(found, [a.cpu() for a in squares(found.edges, weights)], log, free)
-
-
-def _newton(found: Analysis, strength: Sequence[Tensor], log: Tensor, free: Tensor) -> Tensor:
-    """Minimizes F = ½ Σ a·exp(2(x[head] − x[tail])), x linear forms of units: Newton steps by conjugate gradients.
-
-    F is convex. A unit that nothing pulls one way keeps its scale: F has no minimum along it.
-    """
-
-    def energy(units: Tensor) -> Tensor:
-        x = found.log_scales(units)
-        terms = [
-            (a * (2 * x[e.head][:, :, None] - 2 * x[e.tail][:, None, :]).exp()).sum()
-            for e, a in zip(found.edges, strength, strict=True)
-        ]
-        return torch.stack(terms).sum() / 2
-
-    into, out = _pull(found, strength, log)
-    free = free & (into > 0) & (out > 0)
-    for _ in range(100):
-        units = log.clone().requires_grad_()
-        value = energy(units)
-        (gradient,) = torch.autograd.grad(value, units, create_graph=True)
-        into, out = _pull(found, strength, log)
-        total = torch.where(free, into + out, 1)
-        if not bool((gradient.detach().abs() > 1e-13 * total)[free].any()):
-            break
-
-        def curvature(v: Tensor, g: Tensor = gradient, at: Tensor = units) -> Tensor:
-            return torch.where(free, torch.autograd.grad(g, at, v, retain_graph=True)[0], v)
-
-        target = torch.where(free, -gradient.detach(), 0)
-        step = conjugate_gradients(curvature, target, total.reciprocal().mul, 1e-8)
-        step = step / step.abs().max().clamp(min=1)
-        t = 1.0
-        while t > 1e-6 and float(energy(log + t * step)) > float(value) * (1 + 1e-14):
-            t /= 2
-        log = log + t * step
-    return log
-
-
-def _pull(found: Analysis, strength: Sequence[Tensor], units: Tensor) -> tuple[Tensor, Tensor]:
-    """What pulls each unit's scale down and what pulls it up: ‖incoming‖² and ‖outgoing‖², times coefficients."""
-    x = found.log_scales(units)
-    sides = torch.zeros(2, len(x), dtype=torch.float64)
-    for e, a in zip(found.edges, strength, strict=True):
-        energy = a * (2 * x[e.head][:, :, None] - 2 * x[e.tail][:, None, :]).exp()
-        sides[0].index_add_(0, e.head.reshape(-1), energy.sum(2).reshape(-1))
-        sides[1].index_add_(0, e.tail.reshape(-1), energy.sum(1).reshape(-1))
-    total = sides[:, : len(units)].clone()
-    for node, form in found.forms.items():
-        for u, c in form:
-            pulls = sides[:, node] if c > 0 else sides[:, node].flip(0)
-            total[:, u] += abs(float(c)) * pulls
-    return total[0], total[1]
+    fixed = torch.arange(n) > found.H
+    if absorbed:  # but for rows that no weight reads: F falls for ever with their scale
+        of_forms = torch.tensor([0, *(u for form in found.forms.values() for u, _ in form)])
+        read = torch.cat([of_forms, *(e.tail.reshape(-1) for e in found.edges)])
+        fixed[read[read < n]] = False
+    return balanced_log_scales(found.edges, weights, n, fixed, found.forms).cpu()

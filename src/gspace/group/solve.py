@@ -9,8 +9,10 @@ from torch import Tensor
 DENSE = 300  # layers up to which a dense matrix is faster
 
 
-def solver(count: int, rows: Tensor, columns: Tensor, values: Tensor) -> Callable[[Tensor], Tensor]:
-    """b ↦ A⁻¹b for the sum A of these entries, row and column 0 left out."""
+def solver(diagonal: Tensor, k: Tensor, l: Tensor, upper: Tensor, lower: Tensor) -> Callable[[Tensor], Tensor]:
+    """b ↦ A⁻¹b for the sum A of this diagonal, `upper` at (k, l) and `lower` at (l, k); row and column 0 left out."""
+    count, every = len(diagonal), torch.arange(len(diagonal), device=k.device)
+    rows, columns, values = torch.cat([every, k, l]), torch.cat([every, l, k]), torch.cat([diagonal, upper, lower])
     if count > DENSE:
         return _sparse_solver(count, rows.tolist(), columns.tolist(), values.tolist())
     matrix = values.new_zeros(count * count).index_add_(0, rows * count + columns, values).reshape(count, count)

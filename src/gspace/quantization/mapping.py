@@ -1,8 +1,10 @@
-"""One scale per channel that can move from the layer that writes the channels into all layers that read them. Data."""
+"""One scale per channel that can move from the layer that writes the channels into all layers that read them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
 
 from gspace.analysis.result import aligned, starred
 
@@ -29,6 +31,14 @@ class Side(NamedTuple):
     def __str__(self) -> str:
         at = ", ".join(":" if s == slice(None) else f"{s.start}:{s.stop}" for s in self.slice)
         return f"{self.parameter}[{at}]^{self.exponent:+g} along {self.dim}"
+
+
+def multiply_(p: Tensor, side: Side, log: Tensor) -> None:
+    """Multiplies p[slice] + offset by e^(exponent · log) of its channels, in place."""
+    factor = (side.exponent * log[list(side.channels)]).exp().to(p.device)
+    part = p[side.slice]
+    factor = factor.reshape([-1 if d == side.dim else 1 for d in range(p.dim())])
+    part.copy_((part + side.offset) * factor - side.offset)
 
 
 class Hook(NamedTuple):

@@ -1,9 +1,9 @@
 """Scales for quantizers, chosen and applied in place. The function of the model does not change, only its rounding.
 
 `equalize_` makes what writes a channel as large as what reads it (cross-layer equalization, Nagel et al. 2019). By "l2"
-its goal is that of `balance_`, which finds it for all units at once by Newton's method; here channels take turns, on
-any subset of mappings. By "max-abs" large is the largest |w|, which sets the step of a rounding per tensor. `smooth_`
-moves the largest activations into the weights (SmoothQuant, Xiao et al. 2022).
+its goal is that of `balance_`, on any subset of mappings. By "max-abs" large is the largest |w|, which sets the step of
+a rounding per tensor: no sum has that gradient, and channels take turns. `smooth_` moves the largest activations into
+the weights (SmoothQuant, Xiao et al. 2022).
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Inputs, TraceError, analyze, analyzed, unwrap
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
+from gspace.group.balance import balanced_log_scales
 from gspace.group.scaling import Scales, rescale_
 from gspace.optim.arguments import require_one_of, require_values
 from gspace.quantization.find import channel_dim, layer
 from gspace.quantization.find import mappings as find
-from gspace.quantization.mapping import Mapping, Side
+from gspace.quantization.mapping import Mapping, Side, multiply_
 from gspace.sharding import refuse_sharded
 
 By = Literal["max-abs", "l2"]
@@ -47,7 +48,7 @@ def equalize_(
         mappings: Those to use; all of them if None.
         example_input: For `analyze`, if there is no `analysis`.
         analysis: What `analyze` has found.
-        tolerance: Channels take turns until no log-scale moves by more.
+        tolerance: By "max-abs", channels take turns until no log-scale moves by more.
 
     A channel that is written or read by zeros alone keeps its scale.
 
@@ -58,25 +59,14 @@ def equalize_(
     [6.0, 6.0]
     """
     require_one_of("by", by, ("max-abs", "l2"))
-    model = unwrap(model)
-    require_values(model)
-    refuse_sharded(dict(model.named_parameters()), "a mapping")
-    found, chosen = _chosen(model, mappings, example_input, analysis)
-    squares = _squares(dict(model.named_parameters()), chosen, by)
-    log = torch.zeros(found.H, dtype=torch.float64, device="cpu")
-    for _ in range(SWEEPS):
-        moved = 0.0
-        for m in chosen:
-            step = AHEAD * _step(m, squares, by)
-            for side in (*m.sources, *m.sinks):
-                _multiply(squares[side.parameter], side, 2 * step)
-            log[torch.tensor(list(m.units)) - 1] += step
-            moved = max(moved, float(step.abs().max()))
-        if moved <= tolerance:
-            break
-    scales = Scales(log.exp())
-    rescale_(model, scales, analysis=found)
-    return scales
+    model, found, chosen = _chosen(model, mappings, example_input, analysis)
+    parameters = dict(model.named_parameters())
+    if by == "max-abs":
+        return _apply(model, found, _taking_turns(parameters, chosen, found.H, tolerance))
+    fixed = torch.ones(1 + found.H + found.H_absorbed, dtype=torch.bool, device="cpu")
+    for m in chosen:
+        fixed[list(m.units)] = False
+    return _apply(model, found, balanced_log_scales(found.edges, parameters, len(fixed), fixed, found.forms).cpu())
 
 
 def smooth_(
@@ -105,11 +95,8 @@ def smooth_(
     """
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be from 0 to 1, got {alpha!r}")
-    model = unwrap(model)
-    require_values(model)
-    refuse_sharded(dict(model.named_parameters()), "a mapping")
     listed = _batches(batches)
-    found, chosen = _chosen(model, mappings, listed[:EXAMPLES], analysis)
+    model, found, chosen = _chosen(model, mappings, listed[:EXAMPLES], analysis)
     if mappings is None:
         chosen = [m for m in chosen if m.kind == "norm"]
         if not chosen:
@@ -118,92 +105,97 @@ def smooth_(
         if m.hook is None:
             raise ValueError(f"no module sees the {m.size} channels of {m.smooth_layer!r}: leave this mapping out")
     parameters = dict(model.named_parameters())
-    log = torch.zeros(found.H, dtype=torch.float64, device="cpu")
+    log = torch.zeros(1 + found.H, dtype=torch.float64, device="cpu")
     for m, activation in zip(chosen, _activations(model, chosen, listed), strict=True):
-        sinks = [s for s in m.sinks if parameters[s.parameter].dim() > 1]
-        sizes = [(s, (parameters[s.parameter].detach() + s.offset).abs().double()) for s in sinks or m.sinks]
-        weight = _reduced(m.size, [(s, _along(size, s, "max-abs")) for s, size in sizes], "max-abs")
+        weight, power = _largest(m, m.sinks, _sizes(parameters, m.sinks))
         s = activation**alpha / weight ** (1 - alpha)
         s = torch.where((activation > 0) & (weight > 0), s.clamp(min=SMALLEST), 1)
-        power = max(abs(side.exponent) for side in m.sinks)
-        log[torch.tensor(list(m.units)) - 1] = -s.log() / power
-    scales = Scales(log.exp())
-    rescale_(model, scales, analysis=found)
-    return scales
+        log[list(m.units)] = -s.log() / power
+    return _apply(model, found, log)
 
 
 def _chosen(
     model: nn.Module, wanted: Iterable[Mapping] | None, example_input: Any, analysis: Analysis | None
-) -> tuple[Analysis, list[Mapping]]:
+) -> tuple[nn.Module, Analysis, list[Mapping]]:
+    """The model inside of wrappers, its analysis, and the mappings to use."""
+    model = unwrap(model)
+    require_values(model)
+    refuse_sharded(dict(model.named_parameters()), "a mapping")
     found = analyze(model, example_input) if analysis is None else analyzed(model, analysis, {})
     there = find(model, analysis=found)
     if not there:
         raise ValueError("the model has no mappings: no scale can move between its layers")
-    if wanted is None:
-        return found, list(there)
     known = {(m.smooth_layer, m.balance_layers, m.kind): m for m in there}
     chosen = []
-    for m in wanted:
+    for m in there if wanted is None else wanted:
         if not isinstance(m, Mapping):
             raise TypeError(f"mappings is a list of what gspace.mappings returns, got {type(m).__name__}")
         mine = known.get((m.smooth_layer, m.balance_layers, m.kind))
         if mine is None or mine != m:
             raise ValueError(f"the mapping of {m.smooth_layer!r} is not one of this model with this example")
         chosen.append(mine)
-    return found, chosen
+    return model, found, chosen
+
+
+def _apply(model: nn.Module, found: Analysis, log: Tensor) -> Scales:
+    scales = Scales(log[1 : 1 + found.H].exp())
+    rescale_(model, scales, analysis=found)
+    return scales
 
 
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
-def _squares(parameters: Table[str, Tensor], chosen: Sequence[Mapping], by: By) -> dict[str, Tensor]:
-    """w² in float64, the sum or the largest over dimensions that no channel lies along."""
+def _taking_turns(parameters: Table[str, Tensor], chosen: Sequence[Mapping], H: int, tolerance: float) -> Tensor:
+    """Log-scales of ground and units, at which the largest weights on both sides of each channel are alike.
+
+    A step is x with p·x + log a = log b − q·x, where a is written with the power p and b is read with q.
+    """
+    sizes = _sizes(parameters, [s for m in chosen for s in (*m.sources, *m.sinks)])
+    log = torch.zeros(1 + H, dtype=torch.float64, device="cpu")
+    for _ in range(SWEEPS):
+        moved = 0.0
+        for m in chosen:
+            (up, p), (down, q) = (_largest(m, sides, sizes) for sides in (m.sources, m.sinks))
+            step = AHEAD * torch.where((up > 0) & (down > 0), (down / up).log() / (p + q), 0)
+            for side in (*m.sources, *m.sinks):
+                multiply_(sizes[side.parameter], side._replace(offset=0.0), step)
+            log[list(m.units)] += step
+            moved = max(moved, float(step.abs().max()))
+        if moved <= tolerance:
+            break
+    return log
+
+
+def _sizes(parameters: Table[str, Tensor], sides: Iterable[Side]) -> dict[str, Tensor]:
+    """|w| in float64, the largest over dimensions that no channel lies along."""
     used: dict[str, set[int]] = {}
     offsets = {}
-    for side in (s for m in chosen for s in (*m.sources, *m.sinks)):
+    for side in sides:
         cut = {d for d, s in enumerate(side.slice) if s != slice(None)}
         used.setdefault(side.parameter, set()).update(cut | {side.dim})
         offsets[side.parameter] = side.offset
     found = {}
     for name, dims in used.items():
-        w = (parameters[name].detach().cpu().double() + offsets[name]).square()
+        w = (parameters[name].detach().cpu().double() + offsets[name]).abs()
         rest = [d for d in range(w.dim()) if d not in dims]
-        found[name] = (w.amax(rest, True) if by == "max-abs" else w.sum(rest, True)) if rest else w.clone()
+        found[name] = w.amax(rest, True) if rest else w
     return found
 
 
-def _step(m: Mapping, squares: Table[str, Tensor], by: By) -> Tensor:
-    """x with Σ p·a·exp(2px) over sources = Σ q·b·exp(−2qx) over sinks, where all p and all q are alike: else less."""
-    sizes, powers = [], 0.0
-    for sides in (m.sources, m.sinks):
-        weights = [s for s in sides if squares[s.parameter].dim() > 1] if by == "max-abs" else []
-        measured = [(s, _along(squares[s.parameter], s, by)) for s in weights or sides]
-        powers += max(abs(s.exponent) for s, _ in measured)
-        if by == "l2":
-            measured = [(s, abs(s.exponent) * a) for s, a in measured]
-        sizes.append(_reduced(m.size, measured, by))
-    up, down = sizes
-    return torch.where((up > 0) & (down > 0), (down / up).log() / (2 * powers), 0)
+def _largest(m: Mapping, sides: Sequence[Side], sizes: Table[str, Tensor]) -> tuple[Tensor, float]:
+    """The largest |w| of each channel, and its power; biases are left out where there are weights."""
+    sides = [s for s in sides if sizes[s.parameter].dim() > 1] or sides
+    values = [sizes[s.parameter][s.slice].movedim(s.dim, 0) for s in sides]
+    return _by_channel(m, sides, [v.reshape(len(v), -1).amax(1) for v in values]), max(abs(s.exponent) for s in sides)
 
 
-def _along(sizes: Tensor, side: Side, by: By) -> Tensor:
-    """The sum or the largest at each position of the side."""
-    rows = sizes[side.slice].movedim(side.dim, 0).flatten(1) if sizes.dim() > 1 else sizes[side.slice][:, None]
-    return rows.amax(1) if by == "max-abs" else rows.sum(1)
-
-
-def _reduced(size: int, measured: Iterable[tuple[Side, Tensor]], by: By) -> Tensor:
-    """The sum or the largest of each channel."""
-    total = torch.zeros(size, dtype=torch.float64, device="cpu")
-    for side, values in measured:
-        where = torch.tensor(list(side.channels), device="cpu")
-        total.scatter_reduce_(0, where, values.cpu().double(), "amax" if by == "max-abs" else "sum")
+def _by_channel(m: Mapping, sides: Sequence[Side], values: Sequence[Tensor]) -> Tensor:
+    """The largest of each channel, of values at the positions of sides."""
+    total = torch.zeros(m.size, dtype=torch.float64, device="cpu")
+    for side, value in zip(sides, values, strict=True):
+        total.scatter_reduce_(0, torch.tensor(list(side.channels), device="cpu"), value.cpu().double(), "amax")
     return total
-
-
-def _multiply(t: Tensor, side: Side, log: Tensor) -> None:
-    factor = (side.exponent * log[torch.tensor(list(side.channels))]).exp()
-    t[side.slice] *= factor.reshape([-1 if d == side.dim else 1 for d in range(t.dim())])
 
 
 # Activations ----------------------------------------------------------------------------------------------------------
@@ -231,14 +223,11 @@ def _activations(model: nn.Module, chosen: Sequence[Mapping], batches: Sequence[
     def see(k: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         m = chosen[k]
         assert m.hook is not None
-        taken = (args, kwargs) if m.hook.where == "input" else output
-        x = tensors_in(taken)[0].detach()
-        d = channel_dim(module)
-        values = x.abs().double().movedim(d, 0).flatten(1).amax(1)
-        sides = m.sinks if m.hook.where == "input" else m.sources
-        mine = [s for s in sides if layer(s.parameter, names) == m.hook.module]
-        seen = _reduced(m.size, [(s, values[s.slice[s.dim]]) for s in mine], "max-abs")
-        torch.maximum(largest[k], seen, out=largest[k])
+        reads = m.hook.where == "input"
+        x = tensors_in((args, kwargs) if reads else output)[0].detach()
+        values = x.abs().double().movedim(channel_dim(module), 0).flatten(1).amax(1)
+        mine = [s for s in (m.sinks if reads else m.sources) if layer(s.parameter, names) == m.hook.module]
+        largest[k] = largest[k].maximum(_by_channel(m, mine, [values[s.slice[s.dim]] for s in mine]))
 
     with untouched(model):
         set_mode(model, training=False)
