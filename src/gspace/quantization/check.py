@@ -8,7 +8,7 @@ balance layers, whose input channels are multiplied by it. Names are those of mo
 import contextlib
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as Table
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from gspace.analysis import Analysis, Edges, Inputs, TraceError, analyze, analyzed, require_module, unwrap
+from gspace.analysis import Analysis, Edges, Inputs, TraceError
 from gspace.analysis.examples import batches, guesses
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.analysis.result import starred
-from gspace.quantization.find import layer
+from gspace.quantization.find import examined, layer
 from gspace.quantization.find import mappings as find
-from gspace.quantization.mapping import Mapping, common
-from gspace.sharding import refuse_sharded
+from gspace.quantization.mapping import Mapping, Side, common, multiply_
 
 TOLERANCE = 1e-5  # of the output, on a float64 copy: what a model computes in float32 moves by 1e-7
 
@@ -36,20 +35,6 @@ class Entry(NamedTuple):
 
     smooth: str
     balance: tuple[str, ...]
-
-
-class Problem(NamedTuple):
-    """What is wrong with an entry, and how far the output moves if it is applied (None: it cannot be)."""
-
-    text: str
-    change: float | None
-
-
-def _analyzed(model: nn.Module, example_input: Inputs | None, analysis: Analysis | None) -> tuple[nn.Module, Analysis]:
-    require_module(model)
-    inner = unwrap(model)
-    refuse_sharded(dict(inner.named_parameters()), "a mapping")
-    return inner, analyze(inner, example_input) if analysis is None else analyzed(inner, analysis, {})
 
 
 def check_mappings(
@@ -81,16 +66,14 @@ def check_mappings(
     """
     if not isinstance(table, Iterable):
         raise TypeError(f"a table is a list of entries (smooth_layer, [balance_layers]), got {type(table).__name__}")
-    model, found = _analyzed(model, example_input, analysis)
-    there = find(model, analysis=found)
-    layers = _layers(model, found)
-    pairs = [_pair(entry) for entry in table]
-    problems = [Problem(text, None) for pair in pairs for text in _unknown(pair, layers)]
-    for entry, mapping, change in _tried(model, pairs, example_input, found, there, seed):
+    model, found = examined(model, example_input, analysis)
+    lines, tried = _tried(model, table, example_input, found, seed)
+    problems: list[tuple[str, float | None]] = [(line, None) for line in lines]
+    for entry, mapping, change in tried:
         texts = _wrong(entry, mapping, found)
         if not texts and change is not None and not change <= TOLERANCE:
             texts = [f"{entry.smooth!r} → {_listed(entry.balance)} agrees with the analysis, please report this model"]
-        problems += [Problem(text, change) for text in texts]
+        problems += [(text, change) for text in texts]
     return _folded(problems)
 
 
@@ -109,23 +92,29 @@ def effects(
     >>> change < 1e-12
     True
     """
-    model, found = _analyzed(model, example_input, analysis)
-    tried = _tried(model, [_pair(entry) for entry in table], example_input, found, find(model, analysis=found), seed)
-    return [(entry, change) for entry, _, change in tried]
+    model, found = examined(model, example_input, analysis)
+    return [(entry, change) for entry, _, change in _tried(model, table, example_input, found, seed)[1]]
 
 
 def _tried(
-    model: nn.Module, table: Sequence[Pair], example_input: Any, found: Analysis, there: Sequence[Mapping], seed: int
-) -> Iterator[tuple[Entry, Mapping | None, float | None]]:
-    """Entries with the mappings they come closest to, and how far the output moves."""
-    layers = _layers(model, found)
-    pairs = [pair for pair in table if not _unknown(pair, layers)]
-    meta = any(p.is_meta for p in model.parameters())
-    trial = None if meta or not pairs else _Trial(model, found, example_input, seed)
-    for pair in pairs:
-        for entry in _resolved(*pair, layers):
+    model: nn.Module, table: Iterable[Any], example_input: Any, found: Analysis, seed: int
+) -> tuple[list[str], list[tuple[Entry, Mapping | None, float | None]]]:
+    """Lines for names that match nothing; entries with the mappings they come closest to and the output's change."""
+    names = {name for name, _ in model.named_parameters()}
+    modules = [name for name, _ in model.named_modules() if name]
+    layers = list(dict.fromkeys([*modules, *(layer(e.name, names) for e in found.edges)]))
+    there, trial, lines, tried = find(model, analysis=found), None, [], []
+    for smooth, balance in map(_pair, table):
+        unknown = [name for name in dict.fromkeys((smooth, *balance)) if not _matches(name, layers)]
+        for name in unknown:
+            close = difflib.get_close_matches(name, layers, 1)
+            lines.append(f"the model has no layer {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        for entry in [] if unknown else _resolved(smooth, balance, layers):
+            if trial is None and not any(p.is_meta for p in model.parameters()):
+                trial = _Trial(model, found, example_input, seed)
             mapping = _best(entry, there)
-            yield entry, mapping, None if trial is None else trial.change(entry, mapping)
+            tried.append((entry, mapping, None if trial is None else trial.change(entry, mapping)))
+    return lines, tried
 
 
 # The table ------------------------------------------------------------------------------------------------------------
@@ -133,43 +122,29 @@ def _tried(
 
 def _pair(entry: Any) -> Pair:
     """A table's entry in one order."""
-    smooth: Any
-    balance: Any
-    if isinstance(entry, Mapping):
-        return entry.smooth_layer, list(entry.balance_layers)
-    if isinstance(entry, Table):
-        smooth, balance = (entry.get(k) or entry.get(f"{k}s") for k in ("smooth_layer", "balance_layer"))
-    elif isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2:
-        smooth, balance = entry if isinstance(entry[0], str) else reversed(entry)
-    else:
-        smooth, balance = None, None
+    smooth: Any = None
+    balance: Any = None
+    match entry:
+        case Mapping():
+            smooth, balance = entry.smooth_layer, entry.balance_layers
+        case Table():
+            smooth, balance = (entry.get(k) or entry.get(f"{k}s") for k in ("smooth_layer", "balance_layer"))
+        case [str(smooth), balance] | [balance, str(smooth)]:
+            pass
     listed = [balance] if isinstance(balance, str) else list(balance) if isinstance(balance, Sequence) else []
     if not isinstance(smooth, str) or not listed or not all(isinstance(name, str) for name in listed):
         raise ValueError(f"an entry of the table is (smooth_layer, [balance_layers]), got {entry!r}")
     return smooth, listed
 
 
-def _layers(model: nn.Module, found: Analysis) -> list[str]:
-    """Names a table may use: modules, and parameters that are no module's weight."""
-    names = {name for name, _ in model.named_parameters()}
-    modules = [name for name, _ in model.named_modules() if name]
-    return list(dict.fromkeys([*modules, *(layer(e.name, names) for e in found.edges)]))
-
-
-def _unknown(pair: Pair, layers: Sequence[str]) -> list[str]:
-    """Lines for names that match nothing."""
-    return [_nothing(name, layers) for name in dict.fromkeys((pair[0], *pair[1])) if not _matches(name, layers)]
-
-
 def _resolved(smooth: str, balance: Sequence[str], layers: Sequence[str]) -> list[Entry]:
     """The layers that an entry means."""
     heads = _matches(smooth, layers)
-    order = {name: k for k, name in enumerate(layers)}
     readers: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for pattern in balance for name in _matches(pattern, layers)):
         shared = {head: common([head.split("."), name.split(".")]) for head in heads}
         near = [head for head in heads if shared[head] == max(shared.values())]
-        before = [head for head in near if order[head] < order[name]]
+        before = [head for head in near if layers.index(head) < layers.index(name)]
         readers.setdefault((before or near)[-1], []).append(name)
     return [Entry(head, tuple(listed)) for head, listed in readers.items()]
 
@@ -185,11 +160,6 @@ def _matches(pattern: str, layers: Sequence[str]) -> list[str]:
     return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 
-def _nothing(pattern: str, layers: Sequence[str]) -> str:
-    close = difflib.get_close_matches(pattern, layers, 1)
-    return f"the model has no layer {pattern!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-
-
 # The analysis ---------------------------------------------------------------------------------------------------------
 
 
@@ -203,18 +173,11 @@ def _best(entry: Entry, there: Sequence[Mapping]) -> Mapping | None:
 def _wrong(entry: Entry, mapping: Mapping | None, found: Analysis) -> list[str]:
     if mapping is None:
         return [f"{entry.smooth!r} carries no scale that can move into {_listed(entry.balance)}{_why(entry, found)}"]
-    texts = [
-        f"{name!r} reads the scale of {entry.smooth!r} too and is missing"
-        for name in mapping.balance_layers
-        if name not in entry.balance
-    ]
-    texts += [
-        f"{name!r} does not read the scale of {entry.smooth!r}"
-        for name in entry.balance
-        if name not in mapping.balance_layers
-    ]
-    texts += [f"{name!r} writes the scale of {entry.smooth!r} too" for name in mapping.writers if name != entry.smooth]
-    return texts
+    wanted, there = entry.balance, mapping.balance_layers
+    texts = [f"{name!r} reads the scale of {entry.smooth!r} too and is missing" for name in there if name not in wanted]
+    texts += [f"{name!r} does not read the scale of {entry.smooth!r}" for name in wanted if name not in there]
+    others = [name for name in mapping.writers if name != entry.smooth]
+    return texts + [f"{name!r} writes the scale of {entry.smooth!r} too" for name in others]
 
 
 def _why(entry: Entry, found: Analysis) -> str:
@@ -237,30 +200,19 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _folded(problems: Sequence[Problem]) -> list[str]:
-    found: dict[str, list[Problem]] = {}
-    for p in problems:
-        found.setdefault(starred([p.text])[0], []).append(p)
+def _folded(problems: Sequence[tuple[str, float | None]]) -> list[str]:
+    found: dict[str, list[tuple[str, float | None]]] = {}
+    for text, change in problems:
+        found.setdefault(starred([text])[0], []).append((text, change))
     lines = []
     for text, same in found.items():
-        changes = [p.change for p in same if p.change is not None]
+        changes = [change for _, change in same if change is not None]
         moved = f"; applied, the output moves by {max(changes):.2g}" if changes else ""
-        times = f" (in {len(same)} places)" if len(same) > 1 else ""
-        lines.append(f"{same[0].text if len(same) == 1 else text}{times}{moved}")
+        lines.append(f"{text} (in {len(same)} places){moved}" if len(same) > 1 else same[0][0] + moved)
     return lines
 
 
 # The trial ------------------------------------------------------------------------------------------------------------
-
-
-class _Part(NamedTuple):
-    """What an entry multiplies: p[slice] + offset along `dim`."""
-
-    parameter: str
-    dim: int
-    slice: tuple[slice, ...]
-    offset: float
-    factor: Tensor
 
 
 class _Trial:
@@ -268,7 +220,8 @@ class _Trial:
 
     def __init__(self, model: nn.Module, found: Analysis, example_input: Any, seed: int) -> None:
         self.model = deepcopy(model).double()
-        self.edges = found.edges
+        self.parameters = dict(self.model.named_parameters())
+        self.edges = [(e, layer(e.name, self.parameters)) for e in found.edges]
         self.generator = torch.Generator("cpu").manual_seed(seed)
         self.inputs = self._inputs(example_input)
         self.before = self._outputs()
@@ -295,51 +248,43 @@ class _Trial:
 
     def change(self, entry: Entry, mapping: Mapping | None) -> float | None:
         """max |after − before| / max |before| with random scales on this entry; None if sizes do not fit."""
-        parts = self._parts(entry, mapping)
-        if parts is None:
+        readers = [
+            self.parameters[e.name].shape[0 if e.swap else 1] for e, of in self.edges if self._reads(entry, e, of)
+        ]
+        size = mapping.size if mapping else next(iter(readers), 0)
+        log = torch.randn(size, generator=self.generator, dtype=torch.float64)
+        sides = self._sides(entry, mapping, size)
+        if not sides:
             return None
-        parameters = dict(self.model.named_parameters())
-        kept = {part.parameter: parameters[part.parameter].detach().clone() for part in parts}
+        kept = {side.parameter: self.parameters[side.parameter].detach().clone() for side in sides}
         with torch.no_grad():
-            for part in parts:
-                p = parameters[part.parameter][part.slice]
-                factor = part.factor.to(p.device).reshape([-1 if k == part.dim else 1 for k in range(p.dim())])
-                p.copy_((p + part.offset) * factor - part.offset)
+            for side in sides:
+                multiply_(self.parameters[side.parameter], side, log)
             after = self._outputs()
             for name, value in kept.items():
-                parameters[name].copy_(value)
+                self.parameters[name].copy_(value)
         return max(_relative(b, a) for b, a in zip(self.before, after, strict=True))
 
-    def _parts(self, entry: Entry, mapping: Mapping | None) -> list[_Part] | None:
-        """What the entry scales: where the analysis knows it as it says, else as a quantizer would."""
-        names = {name for name, _ in self.model.named_parameters()}
-        edges = [(e, layer(e.name, names)) for e in self.edges]
-        readers = [self._shape(e)[0 if e.swap else 1] for e, of in edges if of in entry.balance and self._rank(e) > 1]
-        size = mapping.size if mapping else next(iter(readers), 0)
-        scale = torch.randn(size, generator=self.generator, dtype=torch.float64).exp()
-        both = (mapping.sinks, mapping.sources) if mapping else ((), ())
-        parts: list[_Part] = []
-        for e, of in edges:
-            for wanted, grows in ((of == entry.smooth, True), (of in entry.balance and self._rank(e) > 1, False)):
-                if not wanted:
-                    continue
-                sides = [s for s in both[grows] if s.parameter == e.name]
-                parts += [_Part(*s[:3], s.offset, scale[list(s.channels)] ** s.exponent) for s in sides]
-                if not sides:
-                    shape = self._shape(e)
+    def _reads(self, entry: Entry, e: Edges, of: str) -> bool:
+        return of in entry.balance and self.parameters[e.name].dim() > 1
+
+    def _sides(self, entry: Entry, mapping: Mapping | None, size: int) -> list[Side]:
+        """What the entry scales: where the analysis knows it as it says, else as a quantizer would; nothing: unfit."""
+        found: list[Side] = []
+        for e, of in self.edges:
+            shape = self.parameters[e.name].shape
+            for wanted, grows in ((of == entry.smooth, True), (self._reads(entry, e, of), False)):
+                known = () if mapping is None else mapping.sources if grows else mapping.sinks
+                mine = [s for s in known if s.parameter == e.name]
+                if wanted and not mine:
                     d = 0 if len(shape) == 1 or grows != e.swap else 1
                     first = shape[d] - size  # of a fused projection the last rows, as quantizers do
                     if first < 0 or (first and not grows):
-                        return None
+                        return []
                     at = tuple(slice(first, None) if k == d else slice(None) for k in range(len(shape)))
-                    parts.append(_Part(e.name, d, at, e.shift, scale if grows else 1 / scale))
-        return parts or None
-
-    def _shape(self, e: Edges) -> torch.Size:
-        return self.model.get_parameter(e.name).shape
-
-    def _rank(self, e: Edges) -> int:
-        return len(self._shape(e))
+                    mine = [Side(e.name, d, at, 1 if grows else -1, e.shift, range(size))]
+                found += mine if wanted else []
+        return found
 
 
 def _relative(before: Tensor, after: Tensor) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from gspace.analysis import Analysis, Edges, Inputs, analyzed, unwrap
+from gspace.analysis import Analysis, Edges, Inputs, analyze, analyzed, require_module, unwrap
 from gspace.analysis.assemble import members
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_seen
@@ -56,6 +56,14 @@ def mappings(
     require_seen(found)
     refuse_sharded(dict(model.named_parameters()), "a mapping")
     return on_cpu(_mappings)(unwrap(model), found)
+
+
+def examined(model: nn.Module, example_input: Inputs | None, analysis: Analysis | None) -> tuple[nn.Module, Analysis]:
+    """The model inside of wrappers, with whole parameters, and its analysis."""
+    require_module(model)
+    inner = unwrap(model)
+    refuse_sharded(dict(inner.named_parameters()), "a mapping")
+    return inner, analyze(inner, example_input) if analysis is None else analyzed(inner, analysis, {})
 
 
 def _mappings(model: nn.Module, found: Analysis) -> Mappings:

@@ -14,15 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Inputs, TraceError, analyze, analyzed, unwrap
+from gspace.analysis import Analysis, Inputs, TraceError, unwrap
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.group.balance import balanced_log_scales
 from gspace.group.scaling import Scales, rescale_
 from gspace.optim.arguments import require_one_of, require_values
-from gspace.quantization.find import channel_dim, layer
+from gspace.quantization.find import channel_dim, examined, layer
 from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, Side, multiply_
-from gspace.sharding import refuse_sharded
 
 By = Literal["max-abs", "l2"]
 SWEEPS = 500  # at most
@@ -118,10 +117,8 @@ def _chosen(
     model: nn.Module, wanted: Iterable[Mapping] | None, example_input: Any, analysis: Analysis | None
 ) -> tuple[nn.Module, Analysis, list[Mapping]]:
     """The model inside of wrappers, its analysis, and the mappings to use."""
-    model = unwrap(model)
-    require_values(model)
-    refuse_sharded(dict(model.named_parameters()), "a mapping")
-    found = analyze(model, example_input) if analysis is None else analyzed(model, analysis, {})
+    require_values(unwrap(model))
+    model, found = examined(model, example_input, analysis)
     there = find(model, analysis=found)
     if not there:
         raise ValueError("the model has no mappings: no scale can move between its layers")
