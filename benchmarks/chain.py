@@ -113,8 +113,8 @@ def depths(model: nn.Module, at: Coordinates) -> Depths:
 @torch.no_grad()
 def path_sizes(at: Coordinates, model: nn.Module) -> Tensor:
     """|I(u)·O(u)| of every unit, `(H + 1,)`: 1 at the start, whatever an optimizer measures by."""
-    (into, _), (out, _) = products(at.skeleton, dict(model.named_parameters()))
-    return (into + out).exp()
+    into, out = products(at.skeleton, dict(model.named_parameters()))
+    return (into * out).abs()
 
 
 def multiplier(optimizer: GSGD, at: Coordinates, k: int, weight: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ from gspace.optim.fast.tables import Tile
 from zoo import mlp
 
 SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-TILES = [native.TILE, Tile(4, 60, 2, 1), Tile(4, 16, 2, 1), Tile(8, 32, 1, 1)]
+TILES = [None, Tile(4, 60, 2, 1), Tile(4, 16, 2, 1), Tile(8, 32, 1, 1)]
 OPTIONS = [
     {},
-    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "batch_norm": "paper"},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     {"momentum": 0.8, "dampening": 0.1, "max_ratio": float("inf"), "max_drift": float("inf")},
     {"allocation": "spread", "momentum": 0.9, "maximize": True},
     {"max_path_grad_norm": 0.3, "weight_decay": 0.1},
@@ -54,10 +54,9 @@ def compared(seed: int) -> float | None:
         gspace.GSGD(m, 0.05, analysis=analysis, foreach=flag, **options)
         for m, flag in ((model, False), (copy.deepcopy(model), None))
     ]
-    task = pair[1].task(pair[1]._current())
-    if native.refusal(task) is not None:
+    if native.NativeStep.refusal(pair[1]._current(), pair[1]._rules()) is not None:
         return None
-    pair[1].use(native.NativeStep, TILES[seed // 5 % len(TILES)], native.FOLD)
+    pair[1].use(native.NativeStep, TILES[seed // 5 % len(TILES)])
     for step in range(3):
         for optimizer in pair:
             put(optimizer.model, step)
@@ -73,9 +72,9 @@ def planted() -> None:
     put(optimizer.model, 0)
     optimizer.step()
     call = native.library("float").step
-    steps = [value for value in vars(optimizer._way).values() if isinstance(value, native.NativeStep)]
+    assert isinstance(optimizer._way, native.NativeStep)
     header, hyper = array("q", [0]), array("d", [0.0] * 64)
-    call(steps[0].address, header.buffer_info()[0], hyper.buffer_info()[0])
+    call(optimizer._way.address, header.buffer_info()[0], hyper.buffer_info()[0])
 
 
 def main(arguments: list[str]) -> None:

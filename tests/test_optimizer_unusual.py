@@ -172,7 +172,7 @@ def test_what_cannot_be_fused_is_refused_before_anything_moves() -> None:
         pytest.skip("no C compiler")
     optimizer.param_groups[0]["fused"] = True
     before = values(model)
-    with pytest.raises(RuntimeError, match=r"fused=True, but a parameter of shape \(50, 6\) .* a sparse gradient"):
+    with pytest.raises(RuntimeError, match="sparse"):
         step(model, optimizer, torch.arange(8))
     assert moved(model, before) == set()
 

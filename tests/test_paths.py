@@ -14,7 +14,7 @@ import gspace
 import zoo
 from dense import BY_NAME, SMALL, Explicit, OnPaths, Small, explicit, scaled, sgd
 from gspace import paths as P
-from gspace.optim.reference import path_products, skeleton_values
+from gspace.optim.reference import products
 from gspace.optim.skeleton import build_skeleton
 from gspace.paths import statements as S
 from turns import turns
@@ -181,11 +181,9 @@ def test_basis_paths_are_paths_and_a_basis(case: Small, choice: str) -> None:
 def test_products_along_the_skeleton(case: Small, choice: str) -> None:
     net = explicit(case, choice=choice)
     skeleton = build_skeleton(net.model, net.analysis, choice=choice)
-    values = skeleton_values(skeleton, dict(net.model.named_parameters()))
-    walks = (skeleton.parent, skeleton.child)
-    for explicitly, value, onward in zip(P.skeleton_products(net.basis, net.weights), values, walks, strict=True):
-        log, sign = path_products(value, onward)
-        torch.testing.assert_close(explicitly, sign * log.exp(), rtol=1e-12, atol=0)
+    found = products(skeleton, dict(net.model.named_parameters()))
+    for explicitly, value in zip(P.skeleton_products(net.basis, net.weights), found, strict=True):
+        torch.testing.assert_close(explicitly, value, rtol=1e-12, atol=0)
 
 
 class Drawn(nn.Module):

@@ -57,18 +57,11 @@ def take(plan: Plan, rule: step.BatchNormRule, weights: list[Tensor], grads: lis
     """A step of SGD on path values."""
     shown, path_grads = ([torch.empty_like(w) for w in weights] for _ in range(2))
     rules = Rules(rule, "fixed", 1.5, 1.1)
-    if rule == "exact":
-        gauge = step.measure(plan, weights, torch.float64).incoming.abs()
-        exact.show(plan, gauge, weights, grads, shown, path_grads)
-    else:
-        at, sums = step.observe(plan, weights, grads, torch.float64, rule)
-        eager.show(plan, rules, at, sums, weights, grads, shown, path_grads)
+    at, root_grad = eager.observed(plan, rule, weights, grads, torch.float64)
+    eager.show(plan, rule, at, root_grad, weights, grads, shown, path_grads)
     for v, g in zip(shown, path_grads, strict=True):
         v -= LR * g
-    if rule == "exact":
-        exact.allocate(plan, gauge, weights, shown)
-    else:
-        eager.allocate(plan, rules, at, weights, shown)
+    eager.allocate(plan, rules, at, weights, shown)
 
 
 @pytest.mark.parametrize("rule", ["released", "paper", "exact"])

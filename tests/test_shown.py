@@ -21,7 +21,6 @@ INNER: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 RULES: dict[str, dict[str, Any]] = {
     "released": {},
-    "paper": {"batch_norm": "paper"},
     "spread": {"allocation": "spread", "reference": "balanced"},
 }
 
@@ -73,10 +72,10 @@ def test_every_way(network: str, way: str) -> None:
     make, shape = NETWORKS[network]
     torch.manual_seed(0)
     model = make().to(DEVICE if way == "triton" else "cpu", torch.float64)
-    if len(shape) == 3:
+    if network == "convolutional":
         model = model.to(memory_format=torch.channels_last)
     found = gspace.analyze(model, torch.zeros(1, *shape, dtype=torch.float64, device=next(model.parameters()).device))
-    check(model, found, way, "AdamW", "paper" if network == "transposed" else "released")
+    check(model, found, way, "AdamW", "released")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -53,7 +53,7 @@ def tiles(setting: Setting) -> Iterator[list[Time]]:
         for tile in TILES:
             model = with_gradients(built(NETWORKS[name], "cuda", channels_last=name == "plain-34"))
             optimizer = gspace.GSGD(model, torch.tensor(1e-6, device="cuda"), fused=True)
-            optimizer.use(launch.FusedStep, tile, launch.FOLD)
+            optimizer.use(launch.FusedStep, tile)
             calls["{}x{} loops {} warps {} registers {}".format(*tile)] = captured(optimizer.step, lambda: None)
         times = interleave(calls, by_device, setting.repeats)
         common = {"device": "cuda", "mode": "graph", "precision": "float32", "momentum": 0.0}

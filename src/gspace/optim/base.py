@@ -30,13 +30,14 @@ from gspace.optim.arguments import (
 from gspace.optim.built import Built, build
 from gspace.optim.choice import Chosen
 from gspace.optim.eager import Allocation, Rules, wide
-from gspace.optim.fast.network import Network, Task
+from gspace.optim.fast import Bound
+from gspace.optim.fast.network import Outcome
 from gspace.optim.fast.tables import Tile
-from gspace.optim.held import Held, State, doubt_of_gradients, load_whole, portable
+from gspace.optim.held import Held, State, doubt_of_gradients, load_whole, portable, require_finite_gradients
 from gspace.optim.hooks import capturing, hooked, loss_of
 from gspace.optim.reference import Reference
 from gspace.optim.skeleton import Skeleton
-from gspace.optim.step import BatchNormRule, Coordinates, measure, observe
+from gspace.optim.step import BatchNormRule, Coordinates, measure
 from gspace.sharding import Together, any_sharded, local, local_gradient, refuse_redundancy, reshard
 
 _OF_GROUPS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -47,9 +48,8 @@ class GSpaceOptimizer(Optimizer):
 
     _built: Built | None = None
     _steady: Built | None = None  # what the last step was taken with: all state there is has been made
-    _way: "fast.Bound | str | None" = None  # what takes the steps, or why torch's operations do
+    _way: Bound | str | None = None  # what takes the steps, or why torch's operations do
     _wayfor: Any = None  # what that was found for
-    max_path_grad_norm: float | None = None
 
     def __init__(
         self,
@@ -261,55 +261,48 @@ class GSpaceOptimizer(Optimizer):
         else:
             reduce.doubt = doubt  # it goes along with the first sum of the step
 
-    def task(self, built: Built) -> Task:
-        """What a compiled step is bound to."""
-        return Task(
-            plan=built.plan,
-            weights=built.weights,
-            groups=built.groups,
-            unit_group=built.unit_group,
-            ratio=built.last[0],
-            raw=built.last[1],
-            rule=self.batch_norm,
-            spread=self.allocation == "spread",
-            max_ratio=self.max_ratio,
-            max_drift=self.max_drift,
-            max_path_grad_norm=self.max_path_grad_norm,
-        )
-
-    def use(self, way: Callable[[Network], fast.Way] | str, tile: Tile = Tile(), fold_items: int = 1) -> None:
+    def use(self, way: type[Bound] | str, tile: Tile | None = None, fold_items: int | None = None) -> None:
         """Takes steps by this implementation as long as nothing moves; for tests and measurements.
 
         With such tiles, or in torch's operations, where `way` says why.
         """
         built = self._current()
         self._find_way(built)
-        others = self._others(built)
-        self._way = way if isinstance(way, str) else fast.bind(self.task(built), others, way, tile, fold_items)
+        whole = self._whole(built)
+        self._way = way if isinstance(way, str) else way(built, self._rules(), whole, tile, fold_items)
 
-    def _find_way(self, built: Built) -> "fast.Bound | str":
+    def _find_way(self, built: Built) -> Bound | str:
         """The compiled step, kept until parameters move or settings change."""
-        wanted = self._wishes()
-        settings = (built, self._rules(), self.max_path_grad_norm, wanted)
-        way = self._way
-        if way is None or settings != self._wayfor or (isinstance(way, fast.Bound) and way.stale()):
-            way = "sharded parameters" if self._sharded else "batch_norm='exact'"
-            if self.batch_norm != "exact" and not self._sharded:
-                way = fast.choose(self.task(built), wanted, self._others(built))
-            self._way, self._wayfor = way, settings
+        way, settings = self._way, (built, self._rules(), self._wishes())
+        if way is None or settings != self._wayfor or (isinstance(way, Bound) and way.stale()):
+            way = self._way = self._choose_way(built)
+            self._wayfor = settings
         return way
 
-    def _wishes(self) -> list[dict[str, Any]]:
-        """`foreach` and `fused` of each group, where they are about our own step."""
-        return []
+    def _choose_way(self, built: Built) -> Bound | str:
+        return fast.choose(built, self._rules(), self._whole(built))
 
-    def _others(self, built: Built) -> list[list[Tensor]]:
-        """Parameters outside of units that a compiled step moves too."""
-        return []
+    def _wishes(self) -> Any:
+        """What else a way depends on."""
 
-    def _by_kernels(self, built: Built, way: "fast.Bound") -> bool:
+    def _whole(self, built: Built) -> Sequence[tuple[Tensor, int]] | None:
+        """Other parameters that a compiled step moves too, with their groups; None: it only shows and gives."""
+
+    def _by_kernels(self, built: Built, way: Bound) -> bool:
         """A compiled step; False, and nothing has moved, if torch's operations must see to it."""
-        raise NotImplementedError
+        shown, path_grads = self._canvas(built)
+        if not self._taken(built, way.show(shown, path_grads)):
+            return False
+        if not capturing():
+            require_finite_gradients(self.model, (p for some in built.outside for p in some))
+        self._move(built, shown, path_grads)
+        way.give()
+        return True
+
+    def _taken(self, built: Built, outcome: Outcome | None) -> bool:
+        if outcome == Outcome.NO_PATH:
+            self._require_paths(self._measured(built), built.weights)
+        return outcome == Outcome.TAKEN  # or no gradient has come, one is sparse or not finite, or a sum of w·g is not
 
     def _by_torch(self, built: Built) -> None:
         """A step in torch's operations."""
@@ -328,21 +321,13 @@ class GSpaceOptimizer(Optimizer):
             shown, path_grads = [local(v) for v in shown], [local(g) for g in path_grads]
         now = [wide(w) for w in weights]
         grads = [torch.zeros_like(w) if g is None else wide(g) for w, g in zip(now, slopes, strict=True)]
-        if self.batch_norm == "exact":
-            at = measure(built.plan, now, built.dtype)
-            self._require_paths(at, weights)
-            gauge = at.incoming.abs()
-            exact.show(built.plan, gauge, now, grads, shown, path_grads)
-            self._move(built, *canvas)
-            exact.allocate(built.plan, gauge, now, shown)
-        else:
-            at, sums = observe(built.plan, now, grads, built.dtype, self.batch_norm)
-            self._require_paths(at, weights)
-            eager.show(built.plan, self._rules(), at, sums, now, grads, shown, path_grads)
-            self._move(built, *canvas)
-            ratio, raw = eager.allocate(built.plan, self._rules(), at, now, shown)
-            built.last[0].copy_(ratio)
-            built.last[1].copy_(raw)
+        plan, rules = built.plan, self._rules()
+        at, root_grad = eager.observed(plan, self.batch_norm, now, grads, built.dtype)
+        self._require_paths(at, weights)
+        eager.show(plan, self.batch_norm, at, root_grad, now, grads, shown, path_grads)
+        self._move(built, *canvas)
+        for kept, new in zip(built.last, eager.allocate(plan, rules, at, now, shown), strict=True):
+            kept.copy_(new)
         for w, new in zip(weights, now, strict=True):
             if new is not w:
                 w.copy_(new)
@@ -355,7 +340,7 @@ class GSpaceOptimizer(Optimizer):
         if at.incoming.device.type != "cpu" or torch.compiler.is_compiling():
             return
         sound = self._sharded or all(bool(w.isfinite().all()) for w in weights)  # what one rank says, all must
-        if sound and bool((at.incoming * at.outgoing == 0).any()):
+        if sound and bool(((at.incoming == 0) | (at.incoming * at.outgoing == 0)).any()):
             raise RuntimeError(
                 f"weights were changed so that a path value of {type(self).__name__} is 0: "
                 "rechoose() takes other skeleton weights"

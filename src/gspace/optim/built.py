@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from gspace.optim.choice import KEY, Chosen
 from gspace.optim.step import Plan, layers_of, plan
 
 Groups = Sequence[dict[str, Any]]
-_LOOKS = attrgetter("requires_grad", "device", "dtype")
+_LOOKS, _TABLE = attrgetter("requires_grad", "device", "dtype"), methodcaller("get", KEY)
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class Built:
         last: R of the roots in the last step, bounded and not.
         dtype: Of unit vectors.
         listed, sizes, looks, strides: All parameters, how many each group has, how they look and lie in memory.
-        tables: Their part of the skeleton in the state.
+        owners, kept, tables: Those with a part of the skeleton in their state, the state, and that part.
     """
 
     chosen: Chosen
@@ -44,7 +44,9 @@ class Built:
     sizes: list[int]
     looks: list[Any]
     strides: list[tuple[int, ...]]
-    tables: dict[Tensor, Tensor]
+    owners: list[Tensor]
+    kept: list[dict[str, Any]]
+    tables: list[Tensor]
 
     def holds(self, groups: Groups, state: Any) -> bool:
         """Whether it was built from just this."""
@@ -54,7 +56,8 @@ class Built:
             and all(map(is_, listed, self.listed))
             and list(map(_LOOKS, listed)) == self.looks
             and list(map(Tensor.stride, listed)) == self.strides
-            and all(p in state and state[p].get(KEY) is table for p, table in self.tables.items())
+            and all(map(is_, map(state.get, self.owners), self.kept))
+            and all(map(is_, map(_TABLE, self.kept), self.tables))
         )
 
 
@@ -76,6 +79,7 @@ def build(
     outside = [[p for p in group["params"] if id(p) not in inside] for group in groups]
     ratio, raw = torch.ones(2, chosen.skeleton.H + 1, dtype=dtype, device=planned.root.device).unbind()
     listed = [p for group in groups for p in group["params"]]
+    owners = [p for p in listed if choice.kept(state, p) is not None]
     return Built(
         chosen,
         planned,
@@ -89,5 +93,7 @@ def build(
         [len(group["params"]) for group in groups],
         list(map(_LOOKS, listed)),
         list(map(Tensor.stride, listed)),
-        {p: table for p in listed if (table := choice.kept(state, p)) is not None},
+        owners,
+        [state[p] for p in owners],
+        [state[p][KEY] for p in owners],
     )

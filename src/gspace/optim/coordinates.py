@@ -3,8 +3,7 @@
     v_e = w_e · Ĩ(tail e) · Õ(head e)     for an edge e that is not on the skeleton,
     v_r = Ĩ(r) · Õ(r)                     for the trained skeleton edge in(r) of a root r,
 
-with Ĩ = I/I_ref and Õ = O/O_ref as in `step.py`. A parameter that touches no unit is its own path. Optimizers keep Ĩ
-and Õ up to date from step to step; here they are computed from the weights, in log space, so that autograd sees them.
+with Ĩ = I/I_ref and Õ = O/O_ref as in `step.py`, which measures them. A parameter that touches no unit is its own path.
 
 Two views: "transparent" is that of the paper and of GSGD, where BatchNorm is ignored; "exact" gives values that no
 rescaling changes, with BatchNorm too. They agree without BatchNorm.
@@ -23,9 +22,9 @@ from gspace.analysis import Analysis, Edges, analyzed, require_module
 from gspace.analysis.result import plain
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_one_of
-from gspace.optim.reference import CHOICE, Products, Reference, measure_reference, products, reference_of
+from gspace.optim.reference import CHOICE, Reference, entry_references, reference_of
 from gspace.optim.skeleton import Skeleton, build_skeleton, connected
-from gspace.optim.step import Layer, entries_after, layers_of, weights_after
+from gspace.optim.step import Layer, Plan, entries_after, layers_of, measure, plan, weights_after
 from gspace.sharding import refuse_sharded
 
 View = Literal["transparent", "exact"]
@@ -37,20 +36,22 @@ class Coordinates:
 
     Attributes:
         skeleton: The skeleton weights.
-        layers: The parameters that touch a unit, on their device.
-        others: Names of the trainable parameters that touch none.
-        reference_in, reference_out: log|·| and sign of I_ref and O_ref, `(H + 1,)`.
+        plan: The same, and the references, for `measure`.
+        others: Names of the trainable parameters that touch no unit.
         roots: Units whose incoming skeleton weight is trained, `(roots,)`.
         on_path: 0 at weights of units that lie on no path, else 1, by parameter, for those that have such.
     """
 
     skeleton: Skeleton
-    layers: tuple[Layer, ...]
+    plan: Plan
     others: tuple[str, ...]
-    reference_in: tuple[Tensor, Tensor]
-    reference_out: tuple[Tensor, Tensor]
     roots: Tensor
     on_path: Mapping[str, Tensor]
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The parameters that touch a unit."""
+        return self.plan.layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +97,10 @@ def coordinates(
     reference = reference or reference_of(model, found)
     skeleton = build_skeleton(model, found, choice=CHOICE[reference])
     weights = dict(model.named_parameters())
-    reference_in, reference_out = measure_reference(skeleton, found, weights, reference)
-    layers = tuple(layers_of(skeleton, weights))
-    inside = {layer.edges.name for layer in layers}
+    planned = plan(skeleton, layers_of(skeleton, weights), entry_references(skeleton, found, weights, reference))
+    inside = {layer.edges.name for layer in planned.layers}
     others = tuple(name for name, p in weights.items() if p.requires_grad and name not in inside)
-    roots = skeleton.roots.to(reference_in[0].device)
-    return Coordinates(skeleton, layers, others, reference_in, reference_out, roots, _on_path(found, weights))
+    return Coordinates(skeleton, planned, others, skeleton.roots.to(planned.root.device), _on_path(found, weights))
 
 
 @on_cpu
@@ -132,21 +131,16 @@ def _exact(found: Analysis) -> Analysis:
     return replace(found, transparent=tuple(map(relabelled, plain(found.edges, found.forms))), H_paper=total)
 
 
-def _products(at: Coordinates, weights: Mapping[str, Tensor]) -> Products:
-    """log|·| and sign of Ĩ and Õ, `(H + 1,)` float64, differentiable in the skeleton weights."""
-    into, out = products(at.skeleton, weights)
-    return (
-        (into[0] - at.reference_in[0], into[1] * at.reference_in[1]),
-        (out[0] - at.reference_out[0], out[1] * at.reference_out[1]),
-    )
+def _measured(at: Coordinates, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Ĩ, Õ and the values of the trained skeleton paths, float64, differentiable in the skeleton weights."""
+    into, out = measure(at.plan, [weights[layer.edges.name] for layer in at.layers], torch.float64)
+    return into, out, (into * out)[at.roots]
 
 
-def _factor(layer: Layer, view: Tensor, into: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor]) -> Tensor:
-    """Ĩ(tail)·Õ(head), to broadcast against the view; one exponential, so neither of the two can overflow alone."""
-    device = view.device
-    (log_in, sign_in), (log_out, sign_out) = (tuple(t.to(device) for t in pair) for pair in (into, out))
-    size = (layer.columns(log_in, view) + layer.rows(log_out, view)).exp()
-    return size * layer.columns(sign_in, view) * layer.rows(sign_out, view)
+def _factor(layer: Layer, view: Tensor, into: Tensor, out: Tensor) -> Tensor:
+    """Ĩ(tail)·Õ(head), to broadcast against the view; neither of the two can overflow alone."""
+    wide = into.new_empty([0] * view.dim())
+    return (layer.columns(into.to(view.device), wide) * layer.rows(out.to(view.device), wide)).to(view.dtype)
 
 
 def off_skeleton(layer: Layer, weight: Tensor) -> Tensor:
@@ -159,7 +153,7 @@ def off_skeleton(layer: Layer, weight: Tensor) -> Tensor:
 def path_values(at: Coordinates, weights: Mapping[str, Tensor]) -> PathValues:
     """The values of the basis paths; differentiable in `weights`, which are by parameter name."""
     refuse_sharded(weights, "a path value")
-    into, out = _products(at, weights)
+    into, out, roots = _measured(at, weights)
     edges: dict[str, Tensor] = {}
     for layer in at.layers:
         weight = weights[layer.edges.name]
@@ -168,7 +162,7 @@ def path_values(at: Coordinates, weights: Mapping[str, Tensor]) -> PathValues:
         if layer.edges.name in at.on_path:
             edges[layer.edges.name] = edges[layer.edges.name] * layer.edges.view(at.on_path[layer.edges.name])
     edges |= {name: weights[name] * at.on_path.get(name, 1) for name in at.others}
-    return PathValues(edges, (into[1] * out[1] * (into[0] + out[0]).exp())[at.roots])
+    return PathValues(edges, roots)
 
 
 def displaced(at: Coordinates, weights: Mapping[str, Tensor], change: PathValues) -> dict[str, Tensor]:
@@ -176,10 +170,9 @@ def displaced(at: Coordinates, weights: Mapping[str, Tensor], change: PathValues
 
     Differentiable in `change`.
     """
-    into, out = _products(at, weights)
-    value = (into[1] * out[1] * (into[0] + out[0]).exp())[at.roots]
-    ratio = torch.ones_like(into[0]).index_put((at.roots,), 1 + change.roots.to(value) / value)
-    every = ratio[at.skeleton.root.to(ratio.device)]
+    into, out, value = _measured(at, weights)
+    ratio = torch.ones_like(into).index_put((at.roots,), 1 + change.roots.to(value) / value)
+    every = ratio[at.plan.root]
     spread = torch.ones_like(every)
     result = {name: weights[name] + change.edges[name] for name in at.others}
     for layer in at.layers:

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gspace.optim import step
-from gspace.optim.step import BatchNormRule, Coordinates, Flow, Plan
+from gspace.optim import exact, step
+from gspace.optim.step import BatchNormRule, Coordinates, Plan
 
 Allocation = Literal["fixed", "spread"]
 
@@ -27,22 +27,34 @@ class Rules(NamedTuple):
     max_drift: float
 
 
+def observed(
+    plan: Plan, rule: BatchNormRule, weights: Sequence[Tensor], grads: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Coordinates, Tensor]:
+    """The coordinates of the weights of now, and ∂ℓ/∂v of the trained skeleton paths; none is trained in `exact.py`."""
+    if rule == "exact":
+        gauge = step.measure(plan, weights, dtype).incoming.abs()
+        return Coordinates(gauge, gauge.reciprocal()), torch.zeros_like(gauge)
+    at, sums = step.observe(plan, weights, grads, dtype, rule)
+    return at, step.root_gradient(plan, sums, at)
+
+
 def show(
     plan: Plan,
-    rules: Rules,
+    rule: BatchNormRule,
     at: Coordinates,
-    sums: Flow,
+    root_grad: Tensor,
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
     shown: Sequence[Tensor],
     path_grads: Sequence[Tensor],
 ) -> None:
     """Writes v and ∂ℓ/∂v into `shown` and `path_grads`, which are shaped like the weights."""
-    root_grad = step.root_gradient(plan, sums, at)
     for layer, weight, grad, v, path_grad in zip(plan.layers, weights, grads, shown, path_grads, strict=True):
         view = layer.edges.view(weight)
-        layer.edges.view(v).copy_(step.scaled(layer, view, *at))
-        layer.edges.view(path_grad).copy_(step.path_gradient(layer, view, grad, *at, rules.batch_norm))
+        slope = step.path_gradient(layer, view, grad, *at, rule)
+        value, slope = exact.on_spheres(layer, step.scaled(layer, view, *at), slope)
+        layer.edges.view(v).copy_(value)
+        layer.edges.view(path_grad).copy_(slope)
         v[layer.entries] = 0
         path_grad[layer.entries] = root_grad[layer.root].to(path_grad.dtype)
 
@@ -51,22 +63,28 @@ def allocate(
     plan: Plan, rules: Rules, at: Coordinates, weights: Sequence[Tensor], shown: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Gives what became of the path values to the weights, in place; returns R of the roots, bounded and not."""
-    value = at.incoming * at.outgoing
-    change = torch.zeros_like(value)
-    for layer, v in zip(plan.layers, shown, strict=True):
-        if layer.counts:
-            change = change.index_put((layer.root,), v[layer.entries].to(change.dtype))
-    change = torch.where(step.is_root(plan.root), plan.reduce(change), 0)
-    ratio, raw = step.path_ratio(value, -change, 1.0, rules.max_ratio, rules.max_drift)
+    ratio, raw = _ratios(plan, rules, at, shown)
     every = ratio[plan.root]
     spread = every.abs().rsqrt() if rules.allocation == "spread" else torch.ones_like(every)
     for layer, weight, v in zip(plan.layers, weights, shown, strict=True):
         view = layer.edges.view(weight)
         entries = step.entries_after(layer, weight[layer.entries], every, spread)
-        moved = layer.edges.view(v) - step.scaled(layer, view, *at)
-        view.copy_(step.weights_after(layer, view, moved, *at, every, spread))
+        change = exact.changes(layer, step.scaled(layer, view, *at), layer.edges.view(v))
+        view.copy_(step.weights_after(layer, view, change, *at, every, spread))
         weight[layer.entries] = entries
     return ratio, raw
+
+
+def _ratios(plan: Plan, rules: Rules, at: Coordinates, shown: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    value = at.incoming * at.outgoing
+    if rules.batch_norm == "exact":
+        return torch.ones_like(value), torch.ones_like(value)
+    change = torch.zeros_like(value)
+    for layer, v in zip(plan.layers, shown, strict=True):
+        if layer.counts:
+            change = change.index_put((layer.root,), v[layer.entries].to(change.dtype))
+    change = torch.where(step.is_root(plan.root), plan.reduce(change), 0)
+    return step.path_ratio(value, -change, 1.0, rules.max_ratio, rules.max_drift)
 
 
 def wide(x: Tensor) -> Tensor:

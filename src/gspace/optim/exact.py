@@ -22,7 +22,7 @@ row keeps its norm, in coordinates, so running statistics stay true. A bias befo
 Shapes: as in `step.py`. Units are those of the exact view; absorbed rows are ground.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -44,7 +44,7 @@ from gspace.optim.skeleton import (
     sorted_out,
     trained_units,
 )
-from gspace.optim.step import Plan, scaled
+from gspace.optim.step import Layer
 from gspace.sharding import weights_of
 
 SHARED = "rows before a norm share their scale with other weights"
@@ -121,52 +121,33 @@ def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *
 # One step -------------------------------------------------------------------------------------------------------------
 
 
-def show(
-    plan: Plan,
-    gauge: Tensor,
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    shown: Sequence[Tensor],
-    path_grads: Sequence[Tensor],
-) -> None:
-    """Writes b and ∂ℓ/∂b, or 0 and ∂ℓ/∂t, into `shown` and `path_grads`."""
-    for layer, weight, grad, v, path_grad in zip(plan.layers, weights, grads, shown, path_grads, strict=True):
-        view, mask = layer.edges.view(weight), layer.absorbed
-        b = scaled(layer, view, gauge, gauge.reciprocal())
-        g = scaled(layer, layer.edges.view(grad), gauge.reciprocal(), gauge)
-        if mask is not None:
-            rows = _shaped(mask, view)
-            if weight.dim() == 1:  # a bias before a norm
-                b, g = (torch.where(rows, 0, x) for x in (b, g))
-            else:
-                norm, t = _on_sphere(b)
-                b, g = torch.where(rows, 0, b), torch.where(rows, _projected(g * norm, t), g)
-        layer.edges.view(v).copy_(b)
-        layer.edges.view(path_grad).copy_(g)
-        v[layer.entries] = 0
-        path_grad[layer.entries] = 0
+def on_spheres(layer: Layer, b: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """b and ∂ℓ/∂b with 0 and ∂ℓ/∂t in place of absorbed rows."""
+    if layer.absorbed is None:
+        return b, g
+    rows = _shaped(layer.absorbed, b)
+    norm, t = _on_sphere(b)
+    slope = 0 if _is_bias(layer) else _projected(g * norm, t)
+    return torch.where(rows, 0, b), torch.where(rows, slope, g)
 
 
-def allocate(plan: Plan, gauge: Tensor, weights: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
-    """Gives what became of the coordinates to the weights, in place."""
-    for layer, weight, v in zip(plan.layers, weights, shown, strict=True):
-        view, mask = layer.edges.view(weight), layer.absorbed
-        b, d = scaled(layer, view, gauge, gauge.reciprocal()), layer.edges.view(v)
-        kept = weight[layer.entries]
-        change = scaled(layer, d - b, gauge.reciprocal(), gauge)
-        if mask is not None:
-            rows = _shaped(mask, view)
-            if weight.dim() == 1:
-                change = torch.where(rows, 0, change)
-            else:
-                norm, t = _on_sphere(b)
-                d = _projected(d, t)
-                square = _dot(d, d)
-                length = (1 + square).sqrt()  # ‖t + d‖; without a change of t, nothing changes by a bit
-                turned = (d - t * (square / (1 + length))) / length * norm
-                change = torch.where(rows, scaled(layer, turned, gauge.reciprocal(), gauge), change)
-        view.add_(change)
-        weight[layer.entries] = kept
+def changes(layer: Layer, b: Tensor, shown: Tensor) -> Tensor:
+    """The changes of b that an optimizer has asked for; absorbed rows stay on their spheres."""
+    change = shown - b
+    if layer.absorbed is None:
+        return change
+    rows = _shaped(layer.absorbed, b)
+    if _is_bias(layer):
+        return torch.where(rows, 0, change)
+    norm, t = _on_sphere(b)
+    d = _projected(shown, t)
+    square = _dot(d, d)
+    length = (1 + square).sqrt()  # ‖t + d‖; without a change of t, nothing changes by a bit
+    return torch.where(rows, (d - t * (square / (1 + length))) / length * norm, change)
+
+
+def _is_bias(layer: Layer) -> bool:
+    return len(layer.entries) == 1
 
 
 def _shaped(mask: Tensor, view: Tensor) -> Tensor:

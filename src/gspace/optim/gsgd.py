@@ -14,9 +14,7 @@ from gspace.optim.arguments import number
 from gspace.optim.base import GSpaceOptimizer
 from gspace.optim.built import Built
 from gspace.optim.eager import Allocation, wide
-from gspace.optim.fast.network import Outcome
-from gspace.optim.held import require_finite_gradients
-from gspace.optim.hooks import capturing
+from gspace.optim.fast import Bound
 from gspace.optim.reference import Reference
 from gspace.optim.step import BatchNormRule, Number
 from gspace.sharding import local
@@ -43,7 +41,7 @@ class GSGD(GSpaceOptimizer):
         lr, momentum, dampening, nesterov, weight_decay, maximize: As in `torch.optim.SGD`. A step can be captured in a
             CUDA graph after one that was not; with lr in a tensor on the device, replays follow it.
         foreach, fused: As in `torch.optim.SGD`: None takes the fastest way there is (`fast/`), `fused=True` insists
-            on kernels, Triton's on a GPU and compiled C on a CPU; `foreach` takes torch's operations.
+            on kernels, Triton's on a GPU and compiled C on a CPU; `foreach`, or `fused=False`, takes torch's operations.
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         reference: "one" (the paper's v) or "balanced". None: "one" if every free skeleton weight is ±1, as
             `init_skeleton_` leaves it, and no path value is farther from it than a factor of 2. A rescaling changes
@@ -128,56 +126,62 @@ class GSGD(GSpaceOptimizer):
         A step is skipped because a gradient is not finite.
         """
         way = self._way
-        name = type(way.way).__name__ if isinstance(way, fast.Bound) else way and f"torch's operations: {way}"
+        name = type(way).__name__ if isinstance(way, Bound) else way and f"torch's operations: {way}"
         return {**super().statistics(), "way": name or "", "skipped": self._skipped()}
 
     def _skipped(self) -> int:
-        return self._way.skipped() if isinstance(self._way, fast.Bound) else 0
+        return self._way.skipped() if isinstance(self._way, Bound) else 0
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def _wishes(self) -> list[dict[str, Any]]:
-        return [{key: group[key] for key in ("foreach", "fused")} for group in self.param_groups]
+    def _wishes(self) -> Any:
+        return self.max_path_grad_norm, [(group["foreach"], group["fused"]) for group in self.param_groups]
 
-    def _others(self, built: Built) -> list[list[Tensor]]:
-        return built.outside
+    def _choose_way(self, built: Built) -> Bound | str:
+        groups, fused = self.param_groups, any(group["fused"] for group in self.param_groups)
+        asked = [f"{key}={group[key]}" for key in ("foreach", "fused") for group in groups if group[key] is not None]
+        found = asked[0] if asked and not fused else super()._choose_way(built)
+        if fused and isinstance(found, str) and built.weights:
+            raise RuntimeError(f"fused=True, but {found}. Leave fused=None to take what is available.")
+        return found
 
-    def _by_kernels(self, built: Built, way: fast.Bound) -> bool:
-        if way.sparse():
-            found = self._way = fast.choose(self.task(built), self._wishes(), built.outside)  # without those
-            if isinstance(found, str):
-                return False
-            way = found
-        if not way.complete and not capturing():
-            require_finite_gradients(self.model, self._parameters())
-        outcome = way.step(self.param_groups, self.state)
-        if outcome == Outcome.NO_PATH:
-            self._require_paths(self._measured(built), built.weights)
-        if outcome != Outcome.TAKEN:  # no gradient has come, one is sparse, or not finite; or only a sum of w·g is not
-            return False
-        for group, some in zip(self.param_groups, way.rest, strict=True):
-            self._plain(group, some)
-        return True
+    def _whole(self, built: Built) -> list[tuple[Tensor, int]] | None:
+        """One pass moves all parameters if they lie alike in memory, and path values only if none is clipped."""
+        if self.max_path_grad_norm is not None:
+            return None
+        others = [(p, g) for g, some in enumerate(built.outside) for p in some]
+        alike = all(fast.fits(p, built.weights[0]) for p, _ in others) if built.weights else False
+        return others if alike else None
+
+    def _by_kernels(self, built: Built, way: Bound) -> bool:
+        if way.whole:
+            outcome = way.step(self.param_groups, self.state)
+            if outcome is not None or self._whole(built) is not None:
+                return self._taken(built, outcome)
+            way = self._way = type(way)(built, self._rules(), None)  # a sparse gradient has come outside of units
+        return super()._by_kernels(built, way)
 
     def _canvas(self, built: Built) -> tuple[list[Tensor], list[Tensor]]:
         first, second = ([torch.empty_like(wide(w)) for w in built.weights] for _ in range(2))
         return first, second
 
     def _move(self, built: Built, shown: Sequence[Tensor] | None, path_grads: Sequence[Tensor] | None) -> None:
+        for group, some in zip(self.param_groups, built.outside, strict=True):
+            self._plain(group, some)  # first: what torch refuses, it refuses before anything moves
         if shown is not None and path_grads is not None:
             if self.max_path_grad_norm is not None:
-                slopes = [local(g) for g in path_grads] if self._sharded else path_grads
-                counted = (g for layer, g in zip(built.plan.layers, slopes, strict=True) if layer.counts)
-                squares = [g.double().square().sum() for g in counted]
-                none = torch.zeros((), dtype=torch.float64, device=built.plan.root.device)
-                total = built.plan.reduce(sum(squares, start=none)).sqrt()
-                shrink = (self.max_path_grad_norm / (total + 1e-6)).clamp(max=1)
-                for slope in slopes:
-                    slope.mul_(shrink.to(slope.dtype))
+                self._clip(built, self.max_path_grad_norm, [local(g) for g in path_grads])
             for w, g, v, path_grad in zip(built.weights, built.groups, shown, path_grads, strict=True):
                 plain_sgd(self.param_groups[g], self.state, [v], [path_grad], [w])
-        for group, some in zip(self.param_groups, built.outside, strict=True):
-            self._plain(group, some)
+
+    def _clip(self, built: Built, most: float, slopes: Sequence[Tensor]) -> None:
+        counted = (g for layer, g in zip(built.plan.layers, slopes, strict=True) if layer.counts)
+        squares = [g.double().square().sum() for g in counted]
+        none = torch.zeros((), dtype=torch.float64, device=built.plan.root.device)
+        total = built.plan.reduce(sum(squares, start=none)).sqrt()
+        shrink = (most / (total + 1e-6)).clamp(max=1)
+        for slope in slopes:
+            slope.mul_(shrink.to(slope.dtype))
 
     def _plain(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Plain SGD for what touches no unit, by torch itself."""

@@ -9,14 +9,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from gspace.analysis import Analysis, Inputs
-from gspace.optim import fast
 from gspace.optim.base import GSpaceOptimizer
 from gspace.optim.built import Built
 from gspace.optim.choice import KEY
 from gspace.optim.eager import Allocation, wide
-from gspace.optim.fast.network import Outcome
-from gspace.optim.held import require_finite_gradients
-from gspace.optim.hooks import capturing, step_within
+from gspace.optim.hooks import step_within
 from gspace.optim.reference import Reference
 from gspace.optim.step import BatchNormRule
 
@@ -116,22 +113,6 @@ class InGSpace(GSpaceOptimizer):
         return self._inner
 
     # One step ---------------------------------------------------------------------------------------------------------
-
-    def _by_kernels(self, built: Built, way: fast.Bound) -> bool:
-        values, slopes = self._canvas(built)
-        shown = way.show(values, slopes)
-        if shown is None:
-            return False
-        given, outcome = shown
-        if outcome == Outcome.NO_PATH:
-            self._require_paths(self._measured(built), built.weights)
-        if outcome != Outcome.TAKEN:
-            return False
-        if not capturing():
-            require_finite_gradients(self.model, (p for some in built.outside for p in some))
-        self._move(built, values, slopes)
-        way.way.give(given)
-        return True
 
     def _canvas(self, built: Built) -> tuple[list[Tensor], list[Tensor]]:
         made = self._made(built)

@@ -1,9 +1,5 @@
-"""In which units path values are measured: I_ref and O_ref (docs/theory.md), and which skeleton goes with them.
+"""In which units path values are measured: I_ref and O_ref (docs/theory.md), and which skeleton goes with them."""
 
-A pair of products is ((log|I|, sign I), (log|O|, sign O)), `(H + 1,)` each.
-"""
-
-import math
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -14,10 +10,10 @@ from gspace.analysis import Analysis
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
 from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, by_edge, connected
+from gspace.optim.step import path_products, walks
 from gspace.sharding import weights_of
 
 Reference = Literal["one", "balanced"]
-Products = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 CHOICE: Mapping[Reference, Choice] = {"one": "aligned", "balanced": "pivoted"}
 FAR = 2.0  # a path value that is so many times another one is no small change of it
 
@@ -36,17 +32,6 @@ def skeleton_values(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[
         at = torch.cat([which.new_zeros(1), *units]).argsort()  # ground first, then every unit once
         result.append(torch.cat(parts)[at.to(device)])
     return result[0], result[1]
-
-
-def path_products(value: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-    """log|Π| and sign of Π over the walk u → following(u) → … → ground of `value`, by pointer doubling.
-
-    With `value` = in(u) and `following` = parent this is I(u); with out(u) and child it is O(u).
-    """
-    log, sign, at = value.abs().log(), value.sign(), following.to(value.device)
-    while bool((at > 0).any()):
-        log, sign, at = log + log[at], sign * sign[at], at[at]
-    return log, sign
 
 
 def reference_of(model: nn.Module, analysis: Analysis) -> Reference:
@@ -68,17 +53,19 @@ def choose_skeleton(
     trained = {name for name, p in model.named_parameters() if id(p) in mine}
     if reference == "one":
         skeleton = build_skeleton(model, analysis, trained=trained)
-        (log_in, _), (log_out, _) = products(skeleton, weights_of(model))
-        if wanted is not None or not bool(((log_in + log_out).abs() > math.log(FAR)).any()):
+        into, out = products(skeleton, weights_of(model))
+        near = ((into * out).abs() <= FAR) & ((into * out).abs() >= 1 / FAR)
+        if wanted is not None or bool(near.all()):
             return "one", skeleton, None
     x = balanced_log_scales(analysis.transparent, weights_of(model), analysis.H_paper + 1)
     return "balanced", build_skeleton(model, analysis, choice="pivoted", trained=trained, balanced=x), x
 
 
-def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> Products:
-    """I and O of every unit; differentiable."""
+def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """I and O of every unit, `(H + 1,)` each; differentiable."""
     into, out = skeleton_values(skeleton, weights)
-    return path_products(into, skeleton.parent), path_products(out, skeleton.child)
+    up, down = (walks(following.to(into.device)) for following in (skeleton.parent, skeleton.child))
+    return path_products(into, up), path_products(out, down)
 
 
 @torch.no_grad()
@@ -102,14 +89,6 @@ def entry_references(
     x = balanced.to(into.device)
     parent, child = skeleton.parent.to(x.device), skeleton.child.to(x.device)
     return torch.stack([into * (x - x[parent]).exp(), out * (x[child] - x).exp()])
-
-
-def measure_reference(
-    skeleton: Skeleton, analysis: Analysis, weights: Mapping[str, Tensor], reference: Reference
-) -> Products:
-    """I_ref and O_ref in the weights of now."""
-    into, out = entry_references(skeleton, analysis, weights, reference)
-    return path_products(into, skeleton.parent), path_products(out, skeleton.child)
 
 
 @on_cpu

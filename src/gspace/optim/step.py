@@ -122,18 +122,31 @@ def plan(skeleton: Skeleton, layers: Sequence[Layer], references: Tensor, reduce
         number = torch.arange(count, count + len(layer.root), device=device)
         count += len(number)
         if layer.counts:
-            place[layer.root], place[n + layer.free] = number, number
+            place[layer.root.to(device)], place[n + layer.free.to(device)] = number, number
     place[0] = place[n] = 0
     root, parent = skeleton.root.to(device), skeleton.parent.to(device)
     units = torch.arange(n, device=device)
     place[:n] = torch.where(root == units, place[:n], place[n + parent])  # in(u) of another unit is out(parent)
     following = torch.cat([parent, skeleton.child.to(device) + n])
+    present = torch.cat([skeleton.in_edge, skeleton.out_edge]).to(device) >= 0
+    reference = references.to(device).reshape(-1)
+    return Plan(tuple(layers), root, place, present, reference, following, walks(following), reduce)
+
+
+def walks(following: Tensor) -> tuple[Tensor, ...]:
+    """Where walks along `following` have come after 1, 2, 4 … steps, until all are at ground, which follows itself."""
     jumps, at = [], following
-    while bool((at % n > 0).any()):
+    while bool((following[at] != at).any()):
         jumps.append(at)
         at = at[at]
-    present = torch.cat([skeleton.in_edge, skeleton.out_edge]).to(device) >= 0
-    return Plan(tuple(layers), root, place, present, references.to(device).reshape(-1), following, tuple(jumps), reduce)
+    return tuple(jumps)
+
+
+def path_products(value: Tensor, jumps: Sequence[Tensor]) -> Tensor:
+    """Products of `value` over walks to ground: what a unit has collected, times what the one it has come to has."""
+    for at in jumps:
+        value = value * value[at]
+    return value
 
 
 @on_cpu
@@ -205,15 +218,12 @@ def measure(plan: Plan, weights: Sequence[Tensor], dtype: torch.dtype) -> Coordi
 
 def _values(plan: Plan, weights: Sequence[Tensor]) -> Tensor:
     """Values of in(u) and out(u), `(2·(H + 1),)`; 0 for those that are elsewhere."""
-    parts = [weight[layer.entries].double() for layer, weight in zip(plan.layers, weights, strict=True)]
+    parts = [weight[layer.entries].to(plan.reference) for layer, weight in zip(plan.layers, weights, strict=True)]
     return torch.cat([plan.reference.new_zeros(1), *parts])[plan.place]
 
 
 def _products(plan: Plan, values: Tensor, dtype: torch.dtype) -> Coordinates:
-    """By pointer doubling: what a unit has collected along its first steps, times what the one it has come to has."""
-    ratio = torch.where(plan.present, values / plan.reference, 1)
-    for at in plan.jumps:
-        ratio = ratio * ratio[at]
+    ratio = path_products(torch.where(plan.present, values / plan.reference, 1), plan.jumps)
     into, out = ratio.to(dtype).chunk(2)
     return Coordinates(into, out)
 
@@ -307,7 +317,7 @@ def path_gradient(
 ) -> Tensor:
     """∂ℓ/∂v = g·(n)/(Ĩ(tail)·Õ(head)) of the same edges."""
     g = layer.edges.view(grad)
-    if layer.edges.normalized:
+    if layer.edges.normalized and rule != "exact":
         g = g * row_norms(view, rule)
     return g * layer.columns(incoming.reciprocal(), view) * layer.rows(outgoing.reciprocal(), view)
 

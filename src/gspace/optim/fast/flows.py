@@ -69,17 +69,6 @@ def units_of(record, rows, columns):
 
 
 @triton.jit
-def norm_places(record, index, group, row, column):
-    """Where the norms of rows and of columns are; index 0 is a norm of 1."""
-    rows, columns = field(record, R), field(record, C)
-    unit_rows, unit_columns = units_of(record, rows, columns)
-    of_rows = index + tl.load(record + ROW_TABLE) + (2 * field(record, GROUPS) + group) * rows
-    of_columns = index + tl.load(record + COLUMN_TABLE) + (2 * field(record, GROUPS) + group) * columns
-    n_r = tl.load(of_rows + row, mask=row < unit_rows, other=0)
-    return n_r, tl.load(of_columns + column, mask=column < unit_columns, other=0)
-
-
-@triton.jit
 def walk_pass(
     ancestors, skeleton, reference, before, after, count,
     GATHER: tl.constexpr, STRIDES: tl.constexpr,
@@ -111,9 +100,8 @@ def walk_pass(
 
 @triton.jit
 def _flow(
-    record, grad, index, norms, partial, flags, group, row0, column0,
-    WIDE: tl.constexpr, SUMS: tl.constexpr, NORMS: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    record, grad, partial, flags, group, row0, column0,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     rows, columns, lanes = field(record, R), field(record, C), field(record, LANES)
@@ -121,8 +109,7 @@ def _flow(
     if WIDE:
         columns, lanes, column0 = even(columns, VECTOR), even(lanes, VECTOR), even(column0, VECTOR)
     swap = tl.load(record + SWAP) != 0
-    sums = tl.load(record + FLOW) * (1 if SUMS else 0)
-    squares = tl.load(record + NORMAL) * (1 if NORMS else 0)
+    sums, squares = tl.load(record + FLOW), tl.load(record + NORMAL)
     on_columns = tl.where(swap, squares, sums) != 0
     on_rows = tl.where(swap, sums, squares) != 0
     g_address = tl.load(grad)
@@ -148,12 +135,7 @@ def _flow(
         offset = (i * down * ROWS + line)[:, None] * columns + (i * across * lanes + lane)[None, :]
         there = (lane < lanes) & (column < columns)
         w = tl.load(w_base + offset, mask=(row < w_rows)[:, None] & there[None, :], other=0.0).to(ACC)
-        g = w
-        if SUMS:
-            g = tl.load(g_base + offset, mask=(row < g_rows)[:, None] & there[None, :], other=0.0).to(ACC)
-            if not NORMS:
-                n_r, n_c = norm_places(record, index, group, row, column)
-                g *= tl.load(norms + n_r)[:, None] * tl.load(norms + n_c)[None, :]
+        g = tl.load(g_base + offset, mask=(row < g_rows)[:, None] & there[None, :], other=0.0).to(ACC)
         by_column, by_row = w * tl.where(swap, w, g), w * tl.where(swap, g, w)
         if down != 0:
             kept += by_column
@@ -178,25 +160,22 @@ def _flow(
             total = tl.sum(tl.where((lane % period == tap)[None, :], kept, 0.0), 1)
             tl.store(to_rows + (group * rows + row) * period + tap, total, mask=row < rows_out)
             row_check += total
-    if SUMS:
-        # A sum of w·g is finite only if every g is, also where w is 0 or was not read.
-        row_bad = tl.where(tl.abs(row_check) < float("inf"), 0, 1)
-        column_bad = tl.where(tl.abs(column_check) < float("inf"), 0, 1)
-        found = tl.maximum(tl.max(column_bad, 0), tl.max(row_bad, 0))
-        tl.atomic_max(flags + PENDING, found, mask=found > 0)
+    # A sum of w·g is finite only if every g is, also where w is 0 or was not read.
+    row_bad = tl.where(tl.abs(row_check) < float("inf"), 0, 1)
+    column_bad = tl.where(tl.abs(column_check) < float("inf"), 0, 1)
+    found = tl.maximum(tl.max(column_bad, 0), tl.max(row_bad, 0))
+    tl.atomic_max(flags + PENDING, found, mask=found > 0)
 
 
 @triton.jit
 def flow_pass(
-    chunks, records, grads, index, norms, partial, flags,
-    SUMS: tl.constexpr, NORMS: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    chunks, records, grads, partial, flags,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums over one chunk.
+    """Partial sums over one chunk: of w·g, and of the squares of rows before a BatchNorm.
 
-    With SUMS and NORMS, both at once (the released rule: sums of w·g, norms apart). The paper's rule needs norms first
-    (NORMS alone) and then multiplies each w·g by the norm of its row (SUMS alone). WIDE: addresses are multiples of 16
-    bytes.
+    WIDE: addresses are multiples of 16 bytes.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -204,33 +183,25 @@ def flow_pass(
     record = records + tl.load(chunk) * FIELDS
     grad = grads + tl.load(record + SLOT)
     group, row0, column0 = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
-    if EARLY and not (SUMS and NORMS):  # the paper's rule: behind another pass
-        gdc_wait()
     if tl.load(record + EVEN) != 0:
-        _flow(
-            record, grad, index, norms, partial, flags, group, row0, column0,
-            WIDE, SUMS, NORMS, DTYPE, ACC, ROWS, WIDTH,
-        )  # fmt: skip
+        _flow(record, grad, partial, flags, group, row0, column0, WIDE, DTYPE, ACC, ROWS, WIDTH)
     else:
-        _flow(
-            record, grad, index, norms, partial, flags, group, row0, column0,
-            False, SUMS, NORMS, DTYPE, ACC, ROWS, WIDTH,
-        )  # fmt: skip
-    if EARLY and NORMS:  # what follows this pass may count on the one before it, too
+        _flow(record, grad, partial, flags, group, row0, column0, False, DTYPE, ACC, ROWS, WIDTH)
+    if EARLY:  # what follows this pass may count on the one before it, too
         gdc_wait()
 
 
 @triton.jit
 def _fold(
     fold, grads, partial, norms, free, sums,
-    WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr, DEPTH: tl.constexpr, ITEMS: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, DEPTH: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     source, count, taps = tl.load(fold + SOURCE), field(fold, COUNT), field(fold, TAP)
     stride, item, end = field(fold, STRIDE), field(fold, FIRST) + tl.arange(0, ITEMS), field(fold, END)
     target, edges = tl.load(fold + TARGET), tl.load(fold + EDGES)
     # Nothing of this depends on the sums: asked for first, it comes while they are read.
     exists = item < tl.where(edges < 0, 0, end)
-    offset = tl.load(free + (edges + item) * 2, mask=exists, other=-1)
+    offset = tl.load(free + edges + item, mask=exists, other=-1)
     g_address = tl.load(grads + tl.load(fold + FOLD_SLOT))
     g_least = tl.where(g_address != 0, 0, 2**62)
     w = tl.load(tl.load(fold + FOLD_WEIGHT).to(tl.pointer_type(DTYPE)) + offset, mask=offset >= 0, other=0.0).to(ACC)
@@ -244,17 +215,13 @@ def _fold(
     if edges < 0:
         tl.store(norms + target + item, tl.sqrt(result), mask=item < end)
     else:
-        s = w * g
-        if WEIGHTED:
-            s *= tl.load(norms + tl.load(free + (edges + item) * 2 + 1, mask=exists, other=0))
-        tl.store(sums + target + item, result - s, mask=exists)
+        tl.store(sums + target + item, result - w * g, mask=exists)
 
 
 @triton.jit
 def fold_pass(
     folds, grads, hyper, rates, partial, norms, free, sums, flags, fresh, waiting, new, groups, buffers,
-    LAST: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
-    DEPTH: tl.constexpr, ITEMS: tl.constexpr, EARLY: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, DEPTH: tl.constexpr, ITEMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds the partial sums of each item; from the sum over a unit's out-edges its free edge is taken away.
 
@@ -267,10 +234,10 @@ def fold_pass(
         gdc_launch_dependents()
         gdc_wait()
     if shallow:
-        _fold(fold, grads, partial, norms, free, sums, WEIGHTED, DTYPE, ACC, SHALLOW, ITEMS * WIDER)
+        _fold(fold, grads, partial, norms, free, sums, DTYPE, ACC, SHALLOW, ITEMS * WIDER)
     else:
-        _fold(fold, grads, partial, norms, free, sums, WEIGHTED, DTYPE, ACC, DEPTH, ITEMS)
-    if LAST and tl.program_id(0) == 0:
+        _fold(fold, grads, partial, norms, free, sums, DTYPE, ACC, DEPTH, ITEMS)
+    if tl.program_id(0) == 0:
         found = tl.load(flags + PENDING)
         tl.debug_barrier()  # every warp has read it before one of them clears it
         tl.store(flags + SKIP, found)

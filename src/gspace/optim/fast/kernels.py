@@ -5,10 +5,9 @@
     update_pass  weights and momentum buffers, skeleton entries included; or v and ∂ℓ/∂v for another optimizer (SHOW),
                  and what that has made of them given to weights (GIVE)
 
-Six launches (one more where a walk is longer than 16, 256 … steps, two more with the paper's rule for BatchNorm; two
-more, and some of torch's, with clipping); no sum depends on the order in which programs run; nothing is read back by
-the host. A gradient that is not finite raises `flags[PENDING]` in `flow_pass`; the fold moves it to `flags[SKIP]`, and
-nothing that outlives the step is written while that is set.
+Six launches (one more where a walk is longer than 16, 256 … steps); no sum depends on the order in which programs run;
+nothing is read back by the host. A gradient that is not finite raises `flags[PENDING]` in `flow_pass`; the fold moves
+it to `flags[SKIP]`, and nothing that outlives the step is written while that is set.
 """
 
 from contextlib import suppress
@@ -47,7 +46,6 @@ from gspace.optim.fast.flows import (
     flow_pass,
     fold_pass,
     indices,
-    norm_places,
     units_of,
     walk_pass,
 )
@@ -63,17 +61,28 @@ ROOT_UNIT, START, LENGTH, ROOT_PARAM, ROOT_OFFSET, ROOT_NORM, ROOT_GROUP, ROOT =
 
 
 @triton.jit
+def norm_places(record, index, group, row, column):
+    """Where the norms of rows and of columns are; index 0 is a norm of 1."""
+    rows, columns = field(record, R), field(record, C)
+    unit_rows, unit_columns = units_of(record, rows, columns)
+    of_rows = index + tl.load(record + ROW_TABLE) + (2 * field(record, GROUPS) + group) * rows
+    of_columns = index + tl.load(record + COLUMN_TABLE) + (2 * field(record, GROUPS) + group) * columns
+    n_r = tl.load(of_rows + row, mask=row < unit_rows, other=0)
+    return n_r, tl.load(of_columns + column, mask=column < unit_columns, other=0)
+
+
+@triton.jit
 def roots_pass(
-    roots, lists, records, grads, buffers, fresh, hyper, sums, norms, flags, coordinates, root_grad, shrink,
+    roots, lists, records, grads, buffers, fresh, hyper, sums, norms, flags, coordinates, root_grad,
     ratio, raw, count, units,
-    GATHER: tl.constexpr, MOVE: tl.constexpr, GIVE: tl.constexpr, WEIGHTED: tl.constexpr, NORMS: tl.constexpr,
+    GATHER: tl.constexpr, MOVE: tl.constexpr, NORMS: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr, MAX_RATIO: tl.constexpr, MAX_DRIFT: tl.constexpr,
     DTYPE: tl.constexpr, ACC: tl.constexpr, ROOTS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """GATHER: the inverse chain rule, q(r)/v. MOVE: momentum, path ratio, guards.
 
-    Apart only when ∂ℓ/∂v is clipped, or when another optimizer moves v in between (GIVE: its change is what is at the
-    entry). Momentum of a trained skeleton path lies at its entry in the buffer of the parameter. A guard of 0 is none.
+    Apart only when another optimizer moves v in between: its change is what is at the entry. Momentum of a trained
+    skeleton path lies at its entry in the buffer of the parameter. A guard of 0 is none.
     """
     at = tl.program_id(0) * ROOTS + tl.arange(0, ROOTS)
     exists = at < count
@@ -99,22 +108,16 @@ def roots_pass(
         g_address = tl.load(grads + slot)
         w = tl.load(tl.load(record + WEIGHT).to(tl.pointer_type(DTYPE)) + offset, mask=exists, other=0.0).to(ACC)
         g = tl.load(g_address.to(tl.pointer_type(DTYPE)) + offset, mask=exists & (g_address != 0), other=0.0).to(ACC)
-        s = w * g
-        norm = tl.full([ROOTS], 1.0, ACC)
-        if NORMS:
-            norm = tl.load(norms + tl.load(root + ROOT_NORM, mask=exists, other=0))
-        if WEIGHTED:
-            s *= norm
-            norm = tl.full([ROOTS], 1.0, ACC)
         sign = tl.load(hyper + group * HYPER + SIGN).to(ACC)
-        d = sign * (s - tl.sum(behind, 1)) / norm / value
+        d = sign * (w * g - tl.sum(behind, 1))
+        if NORMS:
+            d /= tl.load(norms + tl.load(root + ROOT_NORM, mask=exists, other=0))
+        d /= value
         tl.store(root_grad + unit, d, mask=exists)
-    elif GIVE:
-        d = -tl.load(tl.load(buffers + slot).to(tl.pointer_type(ACC)) + offset, mask=exists, other=0.0)
     else:
-        d = tl.load(root_grad + unit, mask=exists, other=0.0) * tl.load(shrink)
+        d = -tl.load(tl.load(buffers + slot).to(tl.pointer_type(ACC)) + offset, mask=exists, other=0.0)
     if MOVE:
-        go = at < (count if GIVE else tl.where(tl.load(flags + SKIP) == 0, count, 0))
+        go = at < (tl.where(tl.load(flags + SKIP) == 0, count, 0) if GATHER else count)
         if HAS_MOMENTUM:
             momentum = tl.load(hyper + group * HYPER + MOMENTUM).to(ACC)
             damped = (1 - tl.load(hyper + group * HYPER + DAMPENING)).to(ACC)
@@ -169,8 +172,8 @@ def units_pass(
 
 @triton.jit
 def _update(
-    record, grad, buffer, is_new, values, index, factors, norms, shrink, root_grad, group, row0, column0, units,
-    WIDE: tl.constexpr, APPLY: tl.constexpr, SHOW: tl.constexpr, GIVE: tl.constexpr, CLIP: tl.constexpr,
+    record, grad, buffer, is_new, values, index, factors, norms, root_grad, group, row0, column0, units,
+    WIDE: tl.constexpr, SHOW: tl.constexpr, GIVE: tl.constexpr,
     NORMS: tl.constexpr, TAPS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, HAS_DECAY: tl.constexpr,
     DTYPE: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -180,7 +183,6 @@ def _update(
     down, across, steps = field(record, DOWN), field(record, ACROSS), field(record, STEPS)
     if WIDE:
         columns, lanes, column0 = even(columns, VECTOR), even(lanes, VECTOR), even(column0, VECTOR)
-    unit = tl.load(record + UNIT) != 0
     g_address = tl.load(grad)
     start = tl.load(record + OFFSET) + (group * rows + row0).to(tl.int64) * columns + column0
     w_base = address_of(tl.load(record + WEIGHT), start, WIDE, DTYPE, VECTOR)
@@ -192,8 +194,6 @@ def _update(
     lr, momentum = tl.load(values + LR).to(ACC), tl.load(values + MOMENTUM).to(ACC)
     damped, nesterov = (1 - tl.load(values + DAMPENING)).to(ACC), tl.load(values + NESTEROV) != 0
     decay, sign = tl.load(values + DECAY).to(ACC), tl.load(values + SIGN).to(ACC)
-    if CLIP:
-        sign *= tl.where(unit, tl.load(shrink), 1.0)
     count_r, count_c = field(record, GROUPS) * rows, field(record, GROUPS) * columns
     row_table = index + tl.load(record + ROW_TABLE) + group * rows
     column_table = index + tl.load(record + COLUMN_TABLE) + group * columns
@@ -201,7 +201,6 @@ def _update(
     g_rows, b_rows = tl.where((g_address != 0) & (not GIVE), rows, 0), tl.where(momentum != 0, rows, 0)
     old_rows = tl.where(fresh, 0, b_rows)
     lane, line = tl.arange(0, WIDTH), tl.arange(0, ROWS)
-    square = tl.zeros([ROWS, WIDTH], ACC)
     for i in range(steps):
         row = row0 + i * down * ROWS + line
         column = column0 + i * across * lanes + lane
@@ -232,7 +231,7 @@ def _update(
             d = tl.where(by_row, q_r[:, None], tl.where(by_column, q_c[None, :], d))
             tl.store(b_base + offset, tl.where(by_row | by_column, 0.0, v), mask=(row < rows)[:, None] & there[None, :])
             tl.store(s_base + offset, d, mask=(row < rows)[:, None] & there[None, :])
-        elif APPLY:
+        else:
             if HAS_DECAY:
                 d += decay * v
             if GIVE:
@@ -250,24 +249,20 @@ def _update(
             moved = tl.where(by_row, w * r_r[:, None], moved)
             moved = tl.where(by_column, w * r_c[None, :], moved) * (m_r[:, None] * m_c[None, :])
             tl.store(w_base + offset, moved.to(DTYPE), mask=(row < rows)[:, None] & there[None, :])
-        else:
-            square += tl.where(by_row | by_column, 0.0, tl.where(unit, d * d, 0.0))
-    return tl.sum(tl.sum(square, 1), 0)
 
 
 @triton.jit
 def update_pass(
-    chunks, records, grads, buffers, fresh, hyper, index, factors, norms, flags, shrink, root_grad, squares, units,
-    APPLY: tl.constexpr, SHOW: tl.constexpr, GIVE: tl.constexpr, CLIP: tl.constexpr,
+    chunks, records, grads, buffers, fresh, hyper, index, factors, norms, flags, root_grad, units,
+    SHOW: tl.constexpr, GIVE: tl.constexpr,
     NORMS: tl.constexpr, TAPS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     HAS_DECAY: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """w ← (w − lr·d·i)·m with i = 1/(Ĩ·Õ), d the direction of ∂ℓ/∂v = g·n·i; skeleton entries by their own factors.
 
-    SHOW: writes v into the buffers and ∂ℓ/∂v where `fresh` says. GIVE: w from what the buffers hold then. Without any
-    of the three it writes nothing but the sum of (∂ℓ/∂v)² over the chunk. Chunks are taken from the last to the first:
-    what `flow_pass` read last is still in the cache.
+    SHOW: writes v into the buffers and ∂ℓ/∂v where `fresh` says. GIVE: w from what the buffers hold then. Chunks are
+    taken from the last to the first: what `flow_pass` read last is still in the cache.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     chunk = chunks + program * 4
@@ -280,16 +275,14 @@ def update_pass(
     # A parameter outside every unit and without a gradient is left alone, as torch does.
     if (SHOW or GIVE or (tl.load(flags + SKIP) == 0)) & ((tl.load(record + UNIT) != 0) | (tl.load(grads + slot) != 0)):
         if tl.load(record + EVEN) != 0:
-            total = _update(
+            _update(
                 record, grads + slot, buffers + slot, fresh + slot, values,
-                index, factors, norms, shrink, root_grad, group, row0, column0, units,
-                WIDE, APPLY, SHOW, GIVE, CLIP, NORMS, TAPS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS, WIDTH,
+                index, factors, norms, root_grad, group, row0, column0, units,
+                WIDE, SHOW, GIVE, NORMS, TAPS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS, WIDTH,
             )  # fmt: skip
         else:
-            total = _update(
+            _update(
                 record, grads + slot, buffers + slot, fresh + slot, values,
-                index, factors, norms, shrink, root_grad, group, row0, column0, units,
-                False, APPLY, SHOW, GIVE, CLIP, NORMS, TAPS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS, WIDTH,
+                index, factors, norms, root_grad, group, row0, column0, units,
+                False, SHOW, GIVE, NORMS, TAPS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS, WIDTH,
             )  # fmt: skip
-        if not (APPLY or SHOW):
-            tl.store(squares + program, total)

@@ -11,36 +11,30 @@ import operator
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from gspace.optim.fast import kernels, network
-from gspace.optim.fast.network import Given, Network, Outcome, Task, addresses, depths, hyper_parameters
+from gspace.optim.built import Built
+from gspace.optim.eager import Rules
+from gspace.optim.fast import kernels
+from gspace.optim.fast.network import Bound, Given, Kind, Outcome, addresses, depths, hyper_parameters
 from gspace.optim.fast.tables import Tile
 
-FOLD, DEPTH, ROOTS, UNITS = 32, 64, 16, 256  # items of one program of the small passes, and sums it reads at a time
+DEPTH, ROOTS, AT_ONCE, UNITS = 64, 16, 32, 256  # items of one program of the small passes, and sums it reads at a time
 WALK = 16  # steps that one pass takes
 SPARE = 4  # captured steps between two others that find memory made for them
 KEPT: list[object] = []  # headers that CUDA graphs read at each replay: never freed
 DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)  # how compiled kernels are called varied before
-Kind = Literal["step", "show", "give"]
 Calls = list[tuple[Callable[..., None], tuple[Any, ...]]]
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
-def refusal(task: Task, tile: Tile = Tile()) -> str | None:
-    """Why the kernels cannot run on these parameters, None if they can."""
-    if not task.weights:
-        return "no parameter touches a unit"
-    dtype, kind = task.weights[0].dtype, task.weights[0].device.type
-    if dtype not in DTYPES:
-        return f"no kernel for {dtype}"
-    if kind != "cuda" and isinstance(kernels.flow_pass, triton.JITFunction):
-        return f"no kernel for {kind}"
-    return network.refusal(task, tile)
+def _compiled() -> bool:
+    """Whether kernels are compiled, not interpreted."""
+    return isinstance(kernels.flow_pass, triton.JITFunction)
 
 
 def _dependent_launches(device: torch.device) -> bool:
@@ -49,49 +43,46 @@ def _dependent_launches(device: torch.device) -> bool:
     return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-class FusedStep:
-    """One step on all parameters of a network."""
+class FusedStep(Bound):
+    """A step by the kernels.
 
-    def __init__(self, network: Network) -> None:
-        self.network = network
-        weight = network.parameters[0]
+    Path ratios, bounded and not, are left in `built.last`; how many steps were not taken, in `flags[2]`.
+    """
+
+    FOLD = 32
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        weight = self.parameters[0]
         self.device = weight.device
-        self.shrink = torch.ones(1, dtype=network.dtype, device=weight.device)
         self.flags = torch.zeros(3, dtype=torch.int32, device=weight.device)
-        self.header = Header(network.parameters, weight.device)
+        self.header = Header(self.parameters, weight.device)
         # Which momentum buffers are new, and which have been since a step that was not taken.
-        self.new, self.waiting = torch.zeros(2, len(network.parameters), dtype=torch.int32, device=weight.device)
-        self.walks = [walk.to(weight.device) for walk in _walks(network.tables.skeleton[:, -1].cpu())]
-        self.products = torch.ones(2, 2 * len(network.root), dtype=torch.float64, device=weight.device).unbind()
+        self.new, self.waiting = torch.zeros(2, len(self.parameters), dtype=torch.int32, device=weight.device)
+        self.walks = [walk.to(weight.device) for walk in _walks(self.tables.skeleton[:, -1].cpu())]
+        self.products = torch.ones(2, 2 * len(self.root), dtype=torch.float64, device=weight.device).unbind()
         self.compiled: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
         self.kept: dict[Kind, tuple[Sent, Calls]] = {}  # the calls of a step, and what they were made for
         self.calls: Calls = []
         self.complete = False  # whether these calls are the whole step
         self.early = DIRECT and _dependent_launches(weight.device)
         self.begun = False  # whether a pass of this step was launched
-        types = {"DTYPE": weight.dtype, "ACC": network.dtype}
+        types = {"DTYPE": weight.dtype, "ACC": self.dtype}
         self.kinds = {name: getattr(triton.language, DTYPES[dtype]) for name, dtype in types.items()}
 
-    def step(self, given: Given) -> Outcome:
-        """Moves every parameter and buffer by one step, in place, unless a gradient is not finite.
+    @classmethod
+    def refusal(cls, built: Built, rules: Rules, tile: Tile | None = None) -> str | None:
+        dtype, kind = built.weights[0].dtype, built.weights[0].device.type
+        if dtype not in DTYPES or (kind != "cuda" and _compiled()):
+            return f"no kernel for {dtype} on {kind}"
+        return super().refusal(built, rules, tile)
 
-        Path ratios, bounded and not, are left in the network; how many steps were not taken, in `flags[2]`.
-        """
-        self._play("step", given)
-        torch.autograd.graph.increment_version(self.network.parameters)
-        return Outcome.TAKEN
+    def skipped(self) -> int:
+        """Waits for the device."""
+        return int(self.flags[2])
 
-    def show(self, given: Given) -> Outcome:
-        """Writes v and ∂ℓ/∂v, whatever the gradients are."""
-        self._play("show", given)
-        return Outcome.TAKEN
-
-    def give(self, given: Given) -> None:
-        """Moves parameters to what became of v."""
-        self._play("give", given)
-        torch.autograd.graph.increment_version(self.network.parameters)
-
-    def _play(self, kind: "Kind", given: Given) -> None:
+    def _take(self, kind: Kind, given: Given) -> Outcome:
+        """Nobody waits to hear whether a step was taken: it is not if a gradient is not finite."""
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             sent = self.header.upload(given)
             kept = self.kept.pop(kind, None)
@@ -99,119 +90,62 @@ class FusedStep:
                 for call, arguments in kept[1]:
                     call(*arguments)
                 self.kept[kind] = kept
-                return
-            self.calls, self.complete, self.begun = [], True, False
-            self._passes(kind, given, sent)
-            if self.complete:
-                self.kept[kind] = sent, self.calls
+            else:
+                self.calls, self.complete, self.begun = [], True, False
+                self._passes(kind, given, sent)
+                if self.complete:
+                    self.kept[kind] = sent, self.calls
+        return Outcome.TAKEN
 
-    def _passes(self, kind: "Kind", given: Given, sent: "Sent") -> None:
-        net, groups = self.network, given.groups
-        has_momentum = any(group["momentum"] != 0 for group in groups)
-        params, chunks, folds, units, free, roots, lists, skeleton, reference = net.tables
-        coordinates = self.products[(len(self.walks) - 1) % 2]
-        has_decay = any(isinstance(g["weight_decay"], Tensor) or g["weight_decay"] != 0 for g in groups)
-        tile = net.tile
+    def _passes(self, kind: Kind, given: Given, sent: "Sent") -> None:
+        params, chunks, folds, units, free, roots, lists, skeleton, reference = self.tables
+        tile, n, coordinates = self.tile, len(self.root), self.products[(len(self.walks) - 1) % 2]
+        momentum = any(group["momentum"] != 0 for group in given.groups)
+        decay = any(isinstance(g["weight_decay"], Tensor) or g["weight_decay"] != 0 for g in given.groups)
         shape = {"WIDE": sent.aligned, "ROWS": tile.rows, "WIDTH": tile.width, "num_warps": tile.warps}
-        if net.dtype == torch.float32 and isinstance(kernels.flow_pass, triton.JITFunction):
-            shape["maxnreg"] = tile.registers
-
-        def walk(k: int) -> None:
-            before, after = self.products[(k - 1) % 2], self.products[k % 2]
-            tensors = (self.walks[k], skeleton, reference, before, after, len(after))
-            options = {"GATHER": k == 0, "STRIDES": len(self.walks[k])}
-            programs = triton.cdiv(len(after), UNITS)
-            self._launch("walk_pass", programs, tensors, **options, DTYPE=self.kinds["DTYPE"], UNITS=UNITS)
-
-        def flow(sums: bool, norms: bool) -> None:
-            tensors = (chunks, params, sent.grads, units, net.norms, net.partial, self.flags)
-            self._launch("flow_pass", len(chunks), tensors, SUMS=sums, NORMS=norms, **self.kinds, **shape)
-
-        def fold(some: Tensor, last: bool) -> None:
-            tensors = (
-                some, sent.grads, sent.hyper, sent.rates, net.partial, net.norms, free, net.sums, self.flags,
-                sent.fresh, self.waiting, self.new, len(groups), len(self.new),
-            )  # fmt: skip
-            options = {"WEIGHTED": net.weighted, "DEPTH": DEPTH, "ITEMS": net.fold_items}
-            self._launch("fold_pass", len(some), tensors, LAST=last, **options, **self.kinds)
-
-        def at_roots(gather: bool, move: bool) -> None:
-            tensors = (
-                roots, lists, params, sent.grads, sent.buffers, self.new, sent.hyper, net.sums, net.norms, self.flags,
-                coordinates, net.root_grad, self.shrink, net.ratio, net.raw, len(roots), len(net.root),
-            )  # fmt: skip
-            guards = {"MAX_RATIO": net.max_ratio, "MAX_DRIFT": net.max_drift}
-            options = {"WEIGHTED": net.weighted, "NORMS": net.normalized, "HAS_MOMENTUM": has_momentum, "AT_ONCE": 32}
-            programs = triton.cdiv(len(roots), ROOTS)
+        limited = self.dtype == torch.float32 and _compiled()
+        if kind != "give":
+            for k, walk in enumerate(self.walks):
+                before, after = self.products[(k - 1) % 2], self.products[k % 2]
+                self._launch(
+                    "walk_pass", triton.cdiv(2 * n, UNITS),
+                    (walk, skeleton, reference, before, after, 2 * n),
+                    GATHER=k == 0, STRIDES=len(walk), DTYPE=self.kinds["DTYPE"], UNITS=UNITS,
+                )  # fmt: skip
             self._launch(
-                "roots_pass",
-                programs,
-                tensors,
-                GATHER=gather,
-                MOVE=move,
-                GIVE=kind == "give",
-                ROOTS=ROOTS,
-                **options,
-                **guards,
-                **self.kinds,
-            )
-
-        def at_units() -> None:
-            tensors = (net.root, net.ratio, coordinates, net.factors, len(net.root))
-            programs = triton.cdiv(len(net.root), UNITS)
-            self._launch("units_pass", programs, tensors, SPREAD=net.spread, ACC=self.kinds["ACC"], UNITS=UNITS)
-
-        def update(apply: bool) -> None:
-            fresh = sent.fresh if kind == "show" else self.new
-            tensors = (
-                chunks, params, sent.grads, sent.buffers, fresh, sent.hyper, units, net.factors, net.norms,
-                self.flags, self.shrink, net.root_grad, net.squares, len(net.root),
+                "flow_pass", len(chunks),
+                (chunks, params, sent.grads, self.partial, self.flags),
+                **self.kinds, **shape, **({"maxnreg": tile.registers} if limited else {}),
             )  # fmt: skip
-            options = {"NORMS": net.normalized, "TAPS": net.taps, "HAS_MOMENTUM": has_momentum, "HAS_DECAY": has_decay}
-            clip = apply and net.max_norm is not None
-            more: dict[str, Any] = {}
-            if "maxnreg" in shape and (has_momentum or kind != "step"):
-                more["maxnreg"] = 4 * tile.registers // 3
-            if kind == "give" and isinstance(kernels.flow_pass, triton.JITFunction):
-                more["enable_fp_fusion"] = False  # what the optimizer left alone comes back to the bit
-            modes = {"APPLY": apply, "SHOW": kind == "show", "GIVE": kind == "give", "CLIP": clip}
-            self._launch("update_pass", len(chunks), tensors, **modes, **options, **self.kinds, **(shape | more))
-
-        if kind == "give":
-            at_roots(gather=False, move=True)
-            at_units()
-            update(apply=True)
-            return
-        for k in range(len(self.walks)):
-            walk(k)
-        if net.weighted:
-            flow(sums=False, norms=True)
-            fold(folds[: net.sizes.norm_folds], last=False)
-            flow(sums=True, norms=False)
-            fold(folds[net.sizes.norm_folds :], last=True)
-        else:
-            flow(sums=True, norms=True)
-            fold(folds, last=True)
-        if kind == "show":
-            at_roots(gather=True, move=False)
-            at_units()
-            update(apply=False)
-            return
-        if net.max_norm is None:
-            at_roots(gather=True, move=True)
-        else:
-            at_roots(gather=True, move=False)
-            self._run(_reciprocals, coordinates, net.factors)
-            update(apply=False)
-            self._run(_shrink, net.squares, net.root_grad, net.max_norm, self.shrink)
-            at_roots(gather=False, move=True)
-        at_units()
-        update(apply=True)
-
-    def _run(self, call: Callable[..., None], *arguments: Any) -> None:
-        call(*arguments)
-        self.begun = call not in (_reciprocals, _shrink)  # torch's kernels do not announce themselves
-        self.calls.append((call, arguments))
+            self._launch(
+                "fold_pass", len(folds),
+                (folds, sent.grads, sent.hyper, sent.rates, self.partial, self.norms, free, self.sums, self.flags,
+                 sent.fresh, self.waiting, self.new, len(given.groups), len(self.new)),
+                DEPTH=DEPTH, ITEMS=self.fold_items, **self.kinds,
+            )  # fmt: skip
+        self._launch(
+            "roots_pass", triton.cdiv(len(roots), ROOTS),
+            (roots, lists, params, sent.grads, sent.buffers, self.new, sent.hyper, self.sums, self.norms, self.flags,
+             coordinates, self.root_grad, self.ratio, self.raw, len(roots), n),
+            GATHER=kind != "give", MOVE=kind != "show", NORMS=self.normalized, HAS_MOMENTUM=momentum,
+            MAX_RATIO=self.max_ratio, MAX_DRIFT=self.max_drift, ROOTS=ROOTS, AT_ONCE=AT_ONCE, **self.kinds,
+        )  # fmt: skip
+        self._launch(
+            "units_pass", triton.cdiv(n, UNITS),
+            (self.root, self.ratio, coordinates, self.factors, n),
+            SPREAD=self.spread, ACC=self.kinds["ACC"], UNITS=UNITS,
+        )  # fmt: skip
+        if limited:
+            shape["maxnreg"] = tile.registers if kind == "step" and not momentum else 4 * tile.registers // 3
+        if kind == "give" and _compiled():
+            shape["enable_fp_fusion"] = False  # what the optimizer left alone comes back to the bit
+        self._launch(
+            "update_pass", len(chunks),
+            (chunks, params, sent.grads, sent.buffers, sent.fresh if kind == "show" else self.new, sent.hyper, units,
+             self.factors, self.norms, self.flags, self.root_grad, n),
+            SHOW=kind == "show", GIVE=kind == "give", NORMS=self.normalized, TAPS=self.taps, HAS_MOMENTUM=momentum,
+            HAS_DECAY=decay, **self.kinds, **shape,
+        )  # fmt: skip
 
     def _launch(self, name: str, programs: int, tensors: tuple[Any, ...], **options: Any) -> None:
         """`kernels.name[(programs,)](*tensors, **options)`, kept among the calls of a step.
@@ -227,7 +161,9 @@ class FusedStep:
         key = (name, programs, *options.values())
         if key in self.compiled:
             launch, constants = self.compiled[key]
-            self._run(launch, *(x.data_ptr() if isinstance(x, Tensor) else x for x in tensors), *constants)
+            arguments = (*(x.data_ptr() if isinstance(x, Tensor) else x for x in tensors), *constants)
+            launch(*arguments)
+            self.calls.append((launch, arguments))
             return
         kernel = getattr(kernels, name)
         found = kernel[(programs,)](*tensors, **options)
@@ -248,15 +184,6 @@ def _walks(following: Tensor) -> list[Tensor]:
         stride, following = stride * WALK, at
         if stride >= length:
             return tables
-
-
-def _reciprocals(coordinates: Tensor, factors: Tensor) -> None:
-    factors[: len(coordinates)].copy_(coordinates.reciprocal())
-
-
-def _shrink(squares: Tensor, root_grad: Tensor, max_norm: float, shrink: Tensor) -> None:
-    total = squares.sum() + root_grad.square().sum()
-    shrink.copy_((max_norm / (total.sqrt() + 1e-6)).clamp(max=1))
 
 
 class Sent(NamedTuple):
@@ -302,8 +229,7 @@ class Header:
 
     def upload(self, given: Given) -> Sent:
         groups = given.groups
-        places = addresses(given.grads) + addresses(given.buffers)
-        values = array("q", [*places, *given.fresh])
+        values = array("q", [*given.places, *given.fresh])
         values.frombytes(hyper_parameters(groups, read=False).tobytes())
         rates = [_rate(group[key], self.device) for group in groups for key in ("lr", "weight_decay")]
         values.extend(rates)
@@ -314,7 +240,7 @@ class Header:
             if capturing:
                 KEPT.append(sent)
         else:
-            aligned = functools.reduce(operator.or_, places, self.together) % 16 == 0
+            aligned = functools.reduce(operator.or_, given.places, self.together) % 16 == 0
             there, n = self._send(torch.frombuffer(values, dtype=torch.int64), capturing), self.count
             parts = there.split([n, n, n, len(there) - 3 * n - len(rates), len(rates)])
             sent = Sent(parts[0], parts[1], parts[2], parts[3].view(torch.float64), parts[4], aligned)

@@ -14,10 +14,11 @@ import subprocess
 import tempfile
 import warnings
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,31 +27,32 @@ try:
 except ImportError:  # Windows: every process may build for itself
     fcntl = None  # type: ignore[assignment]
 
-from gspace.optim.fast.network import Given, Network, Outcome, Task, addresses, depths, hyper_parameters
-from gspace.optim.fast.network import refusal as table_refusal
+from gspace.optim.built import Built
+from gspace.optim.eager import Rules
+from gspace.optim.fast.network import Bound, Given, Kind, Outcome, depths, hyper_parameters
 from gspace.optim.fast.tables import LAYOUT, Tile
 
 REAL = {torch.float32: "float", torch.float64: "double"}
-# Rows of the part of a large weight that one core works on at a time, and columns.
-TILE = Tile(rows=256, width=8192, loops=1, warps=1)
-FOLD = 64  # sums that are folded at a time
 # Products are rounded before they are added: what an optimizer leaves alone must come back to the bit.
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-shared"]
 THREADS = [["-fopenmp"], ["-fopenmp-simd"], []]  # the first that the compiler understands
 WORK = 1 << 15  # weights that are worth a thread
 
-
-TABLES = ("params", "folds", "free", "roots", "skeleton", "chunks", "units", "lists", "reference")
-SCRATCH = ("partial", "norms", "sums", "factors", "root_grad", "coordinates", "ratio", "raw", "squares")
+# What the passes are told of a network: types in C, and names.
+PLAN = {
+    "const int64_t *": "params folds free roots skeleton".split(),
+    "const int32_t *": "chunks units lists root order".split(),
+    "const double *": ["reference"],
+    "REAL *": "partial norms sums factors root_grad coordinates ratio raw".split(),
+    "double *": ["products"],
+    "int64_t ": "n_chunks n_folds n_roots n_units slots normalized spread threads".split(),
+    "double ": "max_ratio max_drift".split(),
+}
+_TYPES: dict[str, Any] = {"int64_t ": ctypes.c_int64, "double ": ctypes.c_double}
 
 
 class _Plan(ctypes.Structure):
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in (*TABLES, "root", "order", *SCRATCH, "products")]
-        + [(name, ctypes.c_int64) for name in "n_chunks n_folds norm_folds n_roots n_units slots".split()]
-        + [(name, ctypes.c_int64) for name in "paper normalized spread threads".split()]
-        + [(name, ctypes.c_double) for name in "max_ratio max_drift max_norm".split()]
-    )
+    _fields_ = [(name, _TYPES.get(kind, ctypes.c_void_p)) for kind, names in PLAN.items() for name in names]
 
 
 class NativeError(RuntimeError):
@@ -79,9 +81,11 @@ def _processor() -> str:
 
 
 def _layout() -> str:
-    """Indices into records and tables for C: the names of each in their order, and how many there are."""
+    """For C: the plan; indices into records and tables, the names of each in their order, and how many there are."""
+    plan = "".join(f"{kind}{name}; " for kind, names in PLAN.items() for name in names)
     enums = (", ".join(map(str.upper, [*fields, table])) for table, fields in LAYOUT.items())
-    return "".join(f"enum {{ {names} }};\n" for names in enums)
+    lines = [f"typedef struct {{ {plan}}} Plan;", *(f"enum {{ {names} }};" for names in enums)]
+    return "\n".join(["#include <stdint.h>", *lines, ""])
 
 
 def library(real: str) -> ctypes.CDLL:
@@ -164,70 +168,48 @@ def _built(work: Path, source: str, real: str, compiler: str) -> Path:
     raise NativeError(done.stderr.strip()[-500:] if done and done.stderr.strip() else "it made nothing")
 
 
-def refusal(task: Task) -> str | None:
-    """Why the compiled step cannot run on these parameters, None if it can."""
-    if not task.weights:
-        return "no parameter touches a unit"
-    if any(w.device.type != "cpu" for w in task.weights):
-        return "parameters are not on a CPU"
-    dtype = task.weights[0].dtype
-    if dtype not in REAL:
-        return f"no compiled step for {dtype}"
-    try:
-        library(REAL[dtype])
-    except NativeError as error:
-        return str(error)
-    return table_refusal(task, TILE)
+class NativeStep(Bound):
+    """A step by the compiled passes."""
 
+    TILE = Tile(rows=256, width=8192, loops=1, warps=1)  # of a large weight, what one core works on at a time
+    FOLD = 64
 
-class NativeStep:
-    """One step on all parameters of a network."""
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-        self.library = library(REAL[network.dtype])
-        t, sizes = network.tables, network.sizes
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.library = library(REAL[self.dtype])
+        t = self.tables
         self.order = depths(t.skeleton[:, -1]).argsort(stable=True).int()  # nearest to ground first
         self.products = torch.ones(len(self.order), dtype=torch.float64, device="cpu")
+        tensors = {**vars(self), **t._asdict()}
         self.plan = _Plan(
-            **{name: getattr(t, name).data_ptr() for name in TABLES},
-            **{name: getattr(network, name).data_ptr() for name in ("root", *SCRATCH)},
-            order=self.order.data_ptr(),
-            products=self.products.data_ptr(),
+            **{name: tensors[name].data_ptr() for kind, names in PLAN.items() if "*" in kind for name in names},
             n_chunks=len(t.chunks),
             n_folds=len(t.folds),
-            norm_folds=sizes.norm_folds,
             n_roots=len(t.roots),
-            n_units=len(network.root),
-            slots=len(network.parameters),
-            paper=network.weighted,
-            normalized=network.normalized,
-            spread=network.spread,
-            max_ratio=network.max_ratio,
-            max_drift=network.max_drift,
-            max_norm=network.max_norm or 0.0,
+            n_units=len(self.root),
+            slots=len(self.parameters),
+            normalized=self.normalized,
+            spread=self.spread,
+            max_ratio=self.max_ratio,
+            max_drift=self.max_drift,
         )
         self.address = ctypes.addressof(self.plan)
-        self.most_threads = max(1, sum(p.numel() for p in network.parameters) // WORK)
+        self.most_threads = max(1, sum(p.numel() for p in self.parameters) // WORK)
 
-    def step(self, given: Given) -> Outcome:
-        """Moves parameters and buffers in place, or nothing."""
-        outcome = self._call(self.library.step, given)
-        if outcome == Outcome.TAKEN:
-            torch.autograd.graph.increment_version(self.network.parameters)
-        return outcome
+    @classmethod
+    def refusal(cls, built: Built, rules: Rules, tile: Tile | None = None) -> str | None:
+        dtype, kind = built.weights[0].dtype, built.weights[0].device.type
+        if dtype not in REAL or kind != "cpu":
+            return f"no compiled step for {dtype} on {kind}"
+        try:
+            library(REAL[dtype])
+        except NativeError as error:
+            return str(error)
+        return super().refusal(built, rules, tile)
 
-    def show(self, given: Given) -> Outcome:
-        """Writes v and ∂ℓ/∂v."""
-        return self._call(self.library.show, given)
-
-    def give(self, given: Given) -> None:
-        """Moves parameters to what became of v."""
-        self._call(self.library.give, given)
-        torch.autograd.graph.increment_version(self.network.parameters)
-
-    def _call(self, function: Callable[..., int], given: Given) -> Outcome:
-        header = array("q", [*addresses(given.grads), *addresses(given.buffers), *given.fresh])
+    def _take(self, kind: Kind, given: Given) -> Outcome:
+        header = array("q", [*given.places, *given.fresh])
         hyper = hyper_parameters(given.groups, read=True)
         self.plan.threads = min(torch.get_num_threads(), self.most_threads)
+        function = getattr(self.library, kind)
         return Outcome(function(self.address, header.buffer_info()[0], hyper.buffer_info()[0]))

@@ -13,7 +13,7 @@ indices from `LAYOUT`.
 | folds | programs of the fold | `LAYOUT["FOLD"]`: edges is −1 for norms; address and slot of the parameter |
 | units | rows of each parameter; columns | units; skeleton entries (the column of a row, the row of a column, or −1); \
 row norms (the sum over row and column is an index; index 0 is a norm of 1) |
-| free | inputs of parameters | offset of the free entry (−1 if none), index of its row norm |
+| free | inputs of parameters | offset of the free entry (−1 if none) |
 | roots | roots | `LAYOUT["ROOT"]`: start and length of its list; parameter, offset, row norm and group of in(r) |
 | lists | – | which sums lie behind a root |
 | skeleton | in(u) of every unit, then out(u) | address (0 for ground), where the walk to ground goes on |
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspace.optim.step import BatchNormRule, Layer, Plan
+from gspace.optim.step import Layer, Plan
 
 LAYOUT = {
     "RECORD": (
@@ -74,12 +74,11 @@ class Tables(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How many partial sums, sums and norms there are, and programs of the fold that fold norms (they come first)."""
+    """How many partial sums, sums and norms there are."""
 
     partials: int
     sums: int
     norms: int
-    norm_folds: int
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,8 @@ def as_matrix(view: Tensor) -> Matrix | None:
 class Builder:
     """Fills the tables, parameter by parameter."""
 
-    def __init__(self, rule: BatchNormRule, tile: Tile, units: int, fold_items: int) -> None:
-        self.rule, self.tile, self.units, self.fold_items = rule, tile, units, fold_items
+    def __init__(self, tile: Tile, units: int, fold_items: int) -> None:
+        self.tile, self.units, self.fold_items = tile, units, fold_items
         self.params: list[list[int]] = []
         self.chunks: list[Tensor] = []
         self.index: list[Tensor] = []
@@ -160,7 +159,7 @@ class Builder:
         column_entry[cell.column[~on_row]] = cell.row_in_group[~on_row]
         row_table = self._put(row_units.repeat_interleave(matrix.row_div), row_entry, norm_rows)
         column_table = self._put(column_units.repeat_interleave(matrix.column_div), column_entry, norm_columns)
-        period = matrix.column_div if e.normalized and self.rule == "released" and not matrix.swap else 1
+        period = matrix.column_div if e.normalized and not matrix.swap else 1
         record = {
             "weight": weight.data_ptr(),
             "slot": self.slots,
@@ -184,10 +183,9 @@ class Builder:
             self._fold(record, on_rows=not matrix.swap, items=norms, target=self.norms, edges=-1)
             self.norms += norms
         if record["flow"]:
-            free = torch.full((len(tail), 2), -1)
-            free[:, 1] = 0
+            free = torch.full((len(tail),), -1)
             item = cell.row // matrix.row_div if matrix.swap else cell.column // matrix.column_div
-            free[item[~is_root]] = torch.stack([offset, norm_at], 1)[~is_root]
+            free[item[~is_root]] = offset[~is_root]
             self._fold(record, on_rows=matrix.swap, items=len(tail), target=self.sums, edges=self.sums)
             self.free.append(free)
             self.tails.append(tail)
@@ -234,13 +232,8 @@ class Builder:
     def _norm_places(self, matrix: Matrix) -> tuple[Tensor, Tensor, int]:
         """Where norms are: an index per row and one per column of the matrix, to be added; how many there are."""
         rows, columns = torch.arange(matrix.groups * matrix.rows), torch.arange(matrix.groups * matrix.columns)
-        whole = self.rule == "paper"
         if matrix.swap:
-            norm = columns // matrix.column_div if whole else columns
-            return torch.zeros_like(rows), self.norms + norm, int(norm[-1]) + 1
-        if whole:
-            norm = rows // matrix.row_div
-            return self.norms + norm, torch.zeros_like(columns), int(norm[-1]) + 1
+            return torch.zeros_like(rows), self.norms + columns, len(columns)
         period = matrix.column_div
         return self.norms + rows * period, columns % period, len(rows) * period
 
@@ -263,11 +256,6 @@ class Builder:
 
     def finish(self, plan: Plan, unit_group: Tensor) -> tuple[Tables, Sizes]:
         root = plan.root.cpu()
-        folds = sorted(self.folds, key=lambda fold: fold[7] >= 0)
-        norm_folds = sum(fold[7] < 0 for fold in folds)
-        if norm_folds == len(folds):
-            # The first program of the last fold also decides whether the step is taken: there is always one.
-            folds.append([0, 0, 1, 0, 0, 0, 0, 0, 0, 0])
         nothing = torch.empty(0, dtype=torch.long)
         behind = root[torch.cat([nothing, *self.tails])]
         order = behind.argsort(stable=True)
@@ -281,15 +269,16 @@ class Builder:
         tables = Tables(
             params=torch.tensor(self.params),
             chunks=torch.cat(self.chunks).int(),
-            folds=torch.tensor(folds),
+            # The first program of the fold also decides whether the step is taken: there is always one.
+            folds=torch.tensor(self.folds or [[0, 0, 1, 0, 0, 0, 0, 0, 0, 0]]),
             units=torch.cat([nothing, *self.index]).int(),
-            free=torch.cat([nothing.reshape(0, 2), *self.free]),
+            free=torch.cat([nothing, *self.free]),
             roots=roots,
             lists=order.int(),
             skeleton=torch.stack([torch.cat(self.entries)[plan.place.cpu()], plan.following.cpu()], 1),
             reference=plan.reference.cpu(),
         )
-        return tables, Sizes(self.partials, self.sums, self.norms, norm_folds)
+        return tables, Sizes(self.partials, self.sums, self.norms)
 
 
 class _Cells:
