@@ -41,7 +41,7 @@ class GSGD(GSpaceOptimizer):
         lr, momentum, dampening, nesterov, weight_decay, maximize: As in `torch.optim.SGD`. A step can be captured in a
             CUDA graph after one that was not; with lr in a tensor on the device, replays follow it.
         foreach, fused: As in `torch.optim.SGD`: None takes the fastest way there is (`fast/`), `fused=True` insists
-            on kernels, Triton's on a GPU and compiled C on a CPU; `foreach`, or `fused=False`, takes torch's operations.
+            on kernels, Triton's on a GPU and compiled C on a CPU; `foreach` or `fused=False` takes torch's operations.
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
         reference: "one" (the paper's v) or "balanced". None: "one" if every free skeleton weight is ±1, as
             `init_skeleton_` leaves it, and no path value is farther from it than a factor of 2. A rescaling changes

@@ -4,7 +4,7 @@ What they read is written down in `tables.py`: one record per parameter, which l
 `(group, row, column)` with units on rows and columns, and a list of chunks. A chunk is what one program works on: some
 tiles of ROWS × WIDTH, side by side or one below the other.
 
-    walk_pass    skeleton weights → the coordinates Ĩ and Õ, up to 16 steps of each walk to ground at a time
+    walk_pass    skeleton weights → Ĩ and Õ, up to 16 steps of each walk to ground at a time, and 1/Ĩ, 1/Õ
     flow_pass    column sums of w·g (or row sums), row norms before BatchNorm, as partial sums of each chunk
     fold_pass    partial sums → one sum per input of each parameter, and one norm per row and tap
 
@@ -70,9 +70,9 @@ def units_of(record, rows, columns):
 
 @triton.jit
 def walk_pass(
-    ancestors, skeleton, reference, before, after, count,
-    GATHER: tl.constexpr, STRIDES: tl.constexpr,
-    DTYPE: tl.constexpr, UNITS: tl.constexpr, EARLY: tl.constexpr,
+    ancestors, skeleton, reference, before, after, factors, count,
+    GATHER: tl.constexpr, STRIDES: tl.constexpr, LAST: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, UNITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Products over the units that a walk meets, or over what each of them has collected before (without GATHER).
 
@@ -96,6 +96,8 @@ def walk_pass(
         else:
             product *= tl.load(before + at, mask=exists, other=1.0)
     tl.store(after + u, product, mask=exists)
+    if LAST:
+        tl.store(factors + u, 1 / product.to(ACC), mask=exists)
 
 
 @triton.jit

@@ -1,11 +1,10 @@
 """The second half of a step as Triton kernels: path ratios, and what they and the gradients make of the weights.
 
-    roots_pass   sums → ∂ℓ/∂v of the trained skeleton paths → momentum → path ratios
-    units_pass   path ratios → the factors of every unit
+    roots_pass   sums → ∂ℓ/∂v of the trained skeleton paths → momentum → path ratios → the factors of every unit
     update_pass  weights and momentum buffers, skeleton entries included; or v and ∂ℓ/∂v for another optimizer (SHOW),
                  and what that has made of them given to weights (GIVE)
 
-Six launches (one more where a walk is longer than 16, 256 … steps); no sum depends on the order in which programs run;
+Five launches (one more where a walk is longer than 16, 256 … steps); no sum depends on the order in which programs run;
 nothing is read back by the host. A gradient that is not finite raises `flags[PENDING]` in `flow_pass`; the fold moves
 it to `flags[SKIP]`, and nothing that outlives the step is written while that is set.
 """
@@ -49,14 +48,15 @@ from gspace.optim.fast.flows import (
     units_of,
     walk_pass,
 )
+from gspace.optim.fast.tables import LAYOUT
 
 with suppress(ImportError):  # before Triton 3.4, where no launch is EARLY
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["flow_pass", "fold_pass", "roots_pass", "units_pass", "update_pass", "walk_pass"]
+__all__ = ["flow_pass", "fold_pass", "roots_pass", "update_pass", "walk_pass"]
 
-ROOT_UNIT, START, LENGTH, ROOT_PARAM, ROOT_OFFSET, ROOT_NORM, ROOT_GROUP, ROOT = indices(
-    "ROOT", "root_unit start length root_param root_offset root_norm root_group"
+ROOT_UNIT, START, LENGTH, ROOT_PARAM, ROOT_OFFSET, ROOT_NORM, ROOT_GROUP, MEMBER, MEMBERS, ROOT = indices(
+    "ROOT", " ".join(LAYOUT["ROOT"])
 )
 
 
@@ -74,15 +74,19 @@ def norm_places(record, index, group, row, column):
 @triton.jit
 def roots_pass(
     roots, lists, records, grads, buffers, fresh, hyper, sums, norms, flags, coordinates, root_grad,
-    ratio, raw, count, units,
-    GATHER: tl.constexpr, MOVE: tl.constexpr, NORMS: tl.constexpr,
+    ratio, raw, factors, count, units,
+    GATHER: tl.constexpr, MOVE: tl.constexpr, NORMS: tl.constexpr, SPREAD: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr, MAX_RATIO: tl.constexpr, MAX_DRIFT: tl.constexpr,
     DTYPE: tl.constexpr, ACC: tl.constexpr, ROOTS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """GATHER: the inverse chain rule, q(r)/v. MOVE: momentum, path ratio, guards.
+    """GATHER: the inverse chain rule, q(r)/v. MOVE: momentum, path ratio, guards, factors of all units of a root.
 
     Apart only when another optimizer moves v in between: its change is what is at the entry. Momentum of a trained
     skeleton path lies at its entry in the buffer of the parameter. A guard of 0 is none.
+
+    `factors` is (3, 2, H + 1), for a unit as tail and as head: 1/Ĩ and 1/Õ, which `walk_pass` has written; m = 1/(R·c)
+    and c, where c is the scale that spreads R, or 1; and R twice, for skeleton weights: a free one becomes w·m·m·R,
+    in(r) too.
     """
     at = tl.program_id(0) * ROOTS + tl.arange(0, ROOTS)
     exists = at < count
@@ -138,36 +142,20 @@ def roots_pass(
             r = tl.where(r < low, low, r)
             r = tl.where(r > high, high, r)
         tl.store(ratio + unit, r, mask=go)
-
-
-@triton.jit
-def units_pass(
-    root, ratio, coordinates, factors, count,
-    SPREAD: tl.constexpr, ACC: tl.constexpr, UNITS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Factors of each unit as tail and as head: what its gradients, weights and skeleton weights are multiplied by.
-
-    `factors` is (3, 2, H + 1): 1/Ĩ and 1/Õ; m = 1/(R·c) and c, where c is the scale that spreads R, or 1; and R twice,
-    for skeleton weights: a free one becomes w·m·m·R, in(r) too.
-    """
-    u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
-    exists = u < count
-    place = tl.load(root + u, mask=exists, other=0)
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    r = tl.load(ratio + place, mask=exists, other=1.0)
-    c = tl.full([UNITS], 1.0, ACC)
-    if SPREAD:
-        c = tl.where(u > 0, 1 / tl.sqrt(tl.abs(r)), 1.0)
-    into = tl.load(coordinates + u, mask=exists, other=1.0).to(ACC)
-    out = tl.load(coordinates + count + u, mask=exists, other=1.0).to(ACC)
-    tl.store(factors + u, 1 / into, mask=exists)
-    tl.store(factors + count + u, 1 / out, mask=exists)
-    tl.store(factors + 2 * count + u, 1 / (r * c), mask=exists)
-    tl.store(factors + 3 * count + u, c, mask=exists)
-    tl.store(factors + 4 * count + u, r, mask=exists)
-    tl.store(factors + 5 * count + u, r, mask=exists)
+        c = tl.full([ROOTS], 1.0, ACC)
+        if SPREAD:
+            c = 1 / tl.sqrt(tl.abs(r))
+        start = tl.load(root + MEMBER, mask=exists, other=0)
+        length = tl.load(root + MEMBERS, mask=exists, other=0).to(tl.int32)
+        nothing = tl.zeros([ROOTS, AT_ONCE], ACC)
+        for k in range(0, tl.max(length, 0), AT_ONCE):
+            step = k + tl.arange(0, AT_ONCE)
+            there = step[None, :] < length[:, None]
+            to = factors + 2 * units + tl.load(lists + start[:, None] + step[None, :], mask=there, other=0)
+            tl.store(to, (1 / (r * c))[:, None] + nothing, mask=there)
+            tl.store(to + units, c[:, None] + nothing, mask=there)
+            tl.store(to + 2 * units, r[:, None] + nothing, mask=there)
+            tl.store(to + 3 * units, r[:, None] + nothing, mask=there)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Launches the kernels of `kernels.py`: what they need to know of a network, written down once, in a few tables.
 
 Everything here is bookkeeping on the host. A step uploads the addresses of gradients and the hyper-parameters where
-they changed, and launches six kernels, or a few more for deep networks. The host never waits for the device. Captured
+they changed, and launches five kernels, or a few more for deep networks. The host never waits for the device. Captured
 in a CUDA graph, the step keeps the addresses and hyper-parameters it saw; a learning rate in a tensor is read at each
 replay.
 """
@@ -109,8 +109,8 @@ class FusedStep(Bound):
                 before, after = self.products[(k - 1) % 2], self.products[k % 2]
                 self._launch(
                     "walk_pass", triton.cdiv(2 * n, UNITS),
-                    (walk, skeleton, reference, before, after, 2 * n),
-                    GATHER=k == 0, STRIDES=len(walk), DTYPE=self.kinds["DTYPE"], UNITS=UNITS,
+                    (walk, skeleton, reference, before, after, self.factors, 2 * n),
+                    GATHER=k == 0, STRIDES=len(walk), LAST=k == len(self.walks) - 1, UNITS=UNITS, **self.kinds,
                 )  # fmt: skip
             self._launch(
                 "flow_pass", len(chunks),
@@ -126,14 +126,10 @@ class FusedStep(Bound):
         self._launch(
             "roots_pass", triton.cdiv(len(roots), ROOTS),
             (roots, lists, params, sent.grads, sent.buffers, self.new, sent.hyper, self.sums, self.norms, self.flags,
-             coordinates, self.root_grad, self.ratio, self.raw, len(roots), n),
-            GATHER=kind != "give", MOVE=kind != "show", NORMS=self.normalized, HAS_MOMENTUM=momentum,
-            MAX_RATIO=self.max_ratio, MAX_DRIFT=self.max_drift, ROOTS=ROOTS, AT_ONCE=AT_ONCE, **self.kinds,
-        )  # fmt: skip
-        self._launch(
-            "units_pass", triton.cdiv(n, UNITS),
-            (self.root, self.ratio, coordinates, self.factors, n),
-            SPREAD=self.spread, ACC=self.kinds["ACC"], UNITS=UNITS,
+             coordinates, self.root_grad, self.ratio, self.raw, self.factors, len(roots), n),
+            GATHER=kind != "give", MOVE=kind != "show", NORMS=self.normalized, SPREAD=self.spread,
+            HAS_MOMENTUM=momentum, MAX_RATIO=self.max_ratio, MAX_DRIFT=self.max_drift,
+            ROOTS=ROOTS, AT_ONCE=AT_ONCE, **self.kinds,
         )  # fmt: skip
         if limited:
             shape["maxnreg"] = tile.registers if kind == "step" and not momentum else 4 * tile.registers // 3

@@ -115,7 +115,7 @@ class Bound:
 
         self.partial, self.sums = scratch(self.sizes.partials), scratch(self.sizes.sums)
         self.norms = scratch(self.sizes.norms, 1.0)
-        self.factors, self.root_grad, self.coordinates = scratch(6 * H), scratch(H), scratch(2 * H)
+        self.factors, self.root_grad, self.coordinates = scratch(6 * H, 1.0), scratch(H), scratch(2 * H)
         self.ratio, self.raw = built.last
         # What every step compares with, or takes where there is nothing.
         self.places, self.strides = addresses(self.parameters), [p.stride() for p in self.parameters]

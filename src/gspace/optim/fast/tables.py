@@ -14,8 +14,8 @@ indices from `LAYOUT`.
 | units | rows of each parameter; columns | units; skeleton entries (the column of a row, the row of a column, or −1); \
 row norms (the sum over row and column is an index; index 0 is a norm of 1) |
 | free | inputs of parameters | offset of the free entry (−1 if none) |
-| roots | roots | `LAYOUT["ROOT"]`: start and length of its list; parameter, offset, row norm and group of in(r) |
-| lists | – | which sums lie behind a root |
+| roots | roots | `LAYOUT["ROOT"]`: its part of the first list; parameter, offset, norm, group of in(r); of the second |
+| lists | – | which sums lie behind each root; the units of each root |
 | skeleton | in(u) of every unit, then out(u) | address (0 for ground), where the walk to ground goes on |
 | reference | the same | what their values are divided by, float64 |
 """
@@ -37,7 +37,7 @@ LAYOUT = {
     "HYPER": "lr momentum dampening nesterov decay sign".split(),  # of a parameter group, float64
     "HEADER": "grad buffer fresh".split(),  # of a parameter, new at every step
     "FOLD": "source count taps stride first end target edges fold_weight fold_slot".split(),
-    "ROOT": "root_unit start length root_param root_offset root_norm root_group".split(),
+    "ROOT": "root_unit start length root_param root_offset root_norm root_group member members".split(),
     "SHOWN": "loss_grad value path_grad".split(),  # the header where another optimizer moves path values
     "ENTRY": "address following".split(),
 }
@@ -257,15 +257,11 @@ class Builder:
     def finish(self, plan: Plan, unit_group: Tensor) -> tuple[Tables, Sizes]:
         root = plan.root.cpu()
         nothing = torch.empty(0, dtype=torch.long)
-        behind = root[torch.cat([nothing, *self.tails])]
-        order = behind.argsort(stable=True)
-        order = order[behind[order] > 0]
-        length = torch.bincount(behind[order], minlength=len(root))
-        start = length.cumsum(0) - length
+        order, start, length = _by_root(root[torch.cat([nothing, *self.tails])], len(root))
+        members, first, count = _by_root(root, len(root))
         units = torch.cat([nothing.reshape(0, 4), *self.roots])
-        units = units[units[:, 0].argsort()]
-        u = units[:, 0]
-        roots = torch.stack([u, start[u], length[u], units[:, 1], units[:, 2], units[:, 3], unit_group[u]], 1)
+        u, *where = units[units[:, 0].argsort()].unbind(1)
+        roots = torch.stack([u, start[u], length[u], *where, unit_group[u], len(order) + first[u], count[u]], 1)
         tables = Tables(
             params=torch.tensor(self.params),
             chunks=torch.cat(self.chunks).int(),
@@ -274,11 +270,19 @@ class Builder:
             units=torch.cat([nothing, *self.index]).int(),
             free=torch.cat([nothing, *self.free]),
             roots=roots,
-            lists=order.int(),
+            lists=torch.cat([order, members]).int(),
             skeleton=torch.stack([torch.cat(self.entries)[plan.place.cpu()], plan.following.cpu()], 1),
             reference=plan.reference.cpu(),
         )
         return tables, Sizes(self.partials, self.sums, self.norms)
+
+
+def _by_root(root: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Places ordered by the root that each has, without ground's, and where those of each root start, and how many."""
+    order = root.argsort(stable=True)
+    order = order[root[order] > 0]
+    length = torch.bincount(root[order], minlength=n)
+    return order, length.cumsum(0) - length, length
 
 
 class _Cells:
