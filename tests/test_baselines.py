@@ -1,6 +1,7 @@
 """Path-SGD: κ against enumeration, its invariance, and what a torch optimizer must do; SGD with the skeleton frozen."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,9 +16,9 @@ import gspace
 import zoo
 from cases import CASES
 from gspace.measure.diagnostics import invariance_gap
-from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD, path_kappa
+from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD
 from gspace.optim.initial import init_skeleton_
-from gspace.paths.pathsum import PathError, path_graph
+from gspace.paths.pathsum import PathError, path_graph, path_kappa
 from invariance import build, draw_inputs, randomize_
 from parts import Net
 from test_norms import small
@@ -48,16 +49,21 @@ def state(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+def kappas(model: nn.Module, example: Tensor | None = None) -> list[Tensor]:
+    """κ of every parameter."""
+    factors, _, _ = path_kappa(path_graph(model, example), list(model.parameters()))()
+    return [math.prod(some[1:], start=some[0]) for some in factors]
+
+
 # κ -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_kappa_is_the_sum_over_enumerated_paths(kind: type[Small]) -> None:
     model = small(kind)
-    kappa = path_kappa(path_graph(model, torch.zeros(2, *kind.shape).double()), list(model.parameters()))
+    kappa = kappas(model, torch.zeros(2, *kind.shape).double())
     expected = enumerated(model, model.unrolled()).kappa()
     for (name, _), found in zip(model.named_parameters(), kappa, strict=True):
-        assert found is not None
         torch.testing.assert_close(
             found, expected[name], rtol=1e-10, atol=0, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -66,7 +72,7 @@ def test_kappa_is_the_sum_over_enumerated_paths(kind: type[Small]) -> None:
 def test_one_step_is_gradient_over_kappa() -> None:
     model = mlp()
     ((x, y),) = batches(1, 5)
-    kappa = path_kappa(path_graph(model), list(model.parameters()))
+    kappa = kappas(model)
     F.cross_entropy(model(x), y).backward()
     expected = [p - 0.1 * p.grad / k for p, k in zip(model.parameters(), kappa, strict=True)]
     PathSGD(model, 0.1).step()
@@ -173,11 +179,32 @@ def test_kappa_of_a_deep_network_is_right_in_float32(seed: int) -> None:
     """Squares of 100 layers reach 1e±30 on the way."""
     single = randomize_(zoo.mlp(5, *[16] * 100, 4), seed)
     double = copy.deepcopy(single).double()
-    found, expected = (path_kappa(path_graph(m), list(m.parameters())) for m in (single, double))
+    found, expected = (kappas(m) for m in (single, double))
     for k, e in zip(found, expected, strict=True):
-        assert k is not None
-        assert e is not None
         torch.testing.assert_close(k.double(), e, rtol=1e-4, atol=0)  # 100 layers of float32 roundings
+
+
+def test_kappa_of_a_linear_layer_is_an_outer_product_that_is_never_made() -> None:
+    model = nn.Sequential(nn.Flatten(), *zoo.mlp(12, 30, 20, 10)).double()
+    found = path_kappa(path_graph(model, torch.zeros(2, 3, 4).double()), list(model.parameters()))
+    assert list(found.counts) == [2, 1, 2, 1, 2, 1]
+    sizes = {w.shape for w in model.parameters() if w.dim() == 2}
+    factors, least, most = found()
+    assert not sizes & {f.shape for some in factors for f in some}
+    assert [step.function for step in found.program.steps].count("aten.mm.default") == 4  # two matrices, both ways
+    assert float(least) == min(1.0, *(float(f.min()) for some in factors for f in some))
+    assert float(most) == max(1.0, *(float(f.max()) for some in factors for f in some))
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp-bn", "conv1d", "resnet-small-tie"])
+def test_kappa_by_float32_is_that_by_float64(name: str) -> None:
+    case = CASES_BY_NAME[name]
+    model = build(case).float()
+    found = path_kappa(path_graph(model, draw_inputs(case, 0, torch.float32)), list(model.parameters()))
+    for some, wide in zip(found(torch.float32)[0], found()[0], strict=True):
+        for f, e in zip(some, wide, strict=True):
+            assert f.dtype == torch.float32
+            torch.testing.assert_close(f.double(), e, rtol=1e-5, atol=0)  # sums of some hundred terms, layer by layer
 
 
 def rescaled(size: float) -> tuple[nn.Module, gspace.Analysis, Tensor]:
@@ -201,10 +228,8 @@ def test_large_scales_do_not_cost_invariance_in_float32(size: float) -> None:
 def test_kappa_does_not_vanish_under_large_scales_in_float32(size: float) -> None:
     model, analysis, scales = rescaled(size)
     other = gspace.rescale_(copy.deepcopy(model), scales, analysis=analysis)
-    kappas = [path_kappa(path_graph(m), list(m.parameters())) for m in (model, other)]
-    for p, q, before, after in zip(model.parameters(), other.parameters(), *kappas, strict=True):
-        assert before is not None
-        assert after is not None
+    found = [kappas(m) for m in (model, other)]
+    for p, q, before, after in zip(model.parameters(), other.parameters(), *found, strict=True):
         ratio = q.detach().double() / p.detach().double()
         torch.testing.assert_close(after * ratio.square(), before.double(), rtol=1e-6, atol=0)  # weights are float32
 

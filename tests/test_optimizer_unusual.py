@@ -218,7 +218,7 @@ def test_kappa_of_half_precision_does_not_vanish() -> None:
             model[0].weight.mul_(scale)
             model[0].bias.mul_(scale)
             model[2].weight.div_(scale)
-        optimizer = PathSGD(model, 0.1)
+        optimizer = PathSGD(model, 0.1, interval=2)
         for _ in range(3):
             step(model, optimizer, X.half())
         saved = optimizer.state_dict()
@@ -316,7 +316,7 @@ def test_path_sgd_trains_float32_where_kappa_leaves_its_range() -> None:
     two.load_state_dict(one.state_dict())
     gspace.rescale_(two, torch.full((12,), 1e20))
     for model, dtype in ((one, torch.float32), (two, torch.float64)):
-        optimizer = PathSGD(model, 0.05)
+        optimizer = PathSGD(model, 0.05, interval=2)
         for _ in range(3):
             step(model, optimizer, X.float())
         assert optimizer.state[model[0].weight]["kappa"].dtype == dtype

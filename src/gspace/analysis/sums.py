@@ -1,25 +1,24 @@
 """The other meaning of a run: sums over paths, Σ |v(path)|^p, in place of values.
 
 `Sums` is a `Run` whose shadows are sums. Every parameter w enters as |w|^p and every input as ones. Rules (`pathrules`)
-compute with them by torch's own operations, and a `Tape` below writes down what they do, to be done again for other
+compute with them by torch's own operations, and a `tape` writes down what they do, to be done again for other
 weights and another p without the model. All of it is in float64: weights that are rescaled by 1e±6 keep their digits.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gspace.analysis.forward import PathError
 from gspace.analysis.memory import Memory, key_of
 from gspace.analysis.run import Call, Run, facts
+from gspace.analysis.tape import Tape
 from gspace.sharding import whole
 
-LAYERS = 4  # products of weights in a row before a sum is renormalized
+LAYERS = 6  # products in a row before a sum is renormalized
 NOTHING = -1e30  # the exponent of zeros: they hide nothing small beside them
 CHOSEN = "which entries are chosen depends on the input"
 CHANCE = "it depends on chance"
@@ -43,12 +42,12 @@ class Power(NamedTuple):
         """The values that go with another exponent."""
         if exponent is self.exponent or exponent is None:
             return self.values
-        return torch.ldexp(self.values, -exponent if self.exponent is None else self.exponent - exponent)
+        return self.values * torch.exp2(-exponent if self.exponent is None else self.exponent - exponent)
 
     def renormalized(self) -> "Power":
         """The same number with its largest entry in [½, 1)."""
-        shift = torch.frexp(self.values.detach().amax()).exponent.double()
-        return Power(torch.ldexp(self.values, -shift), shift if self.exponent is None else self.exponent + shift)
+        shift = torch.frexp(self.values.amax()).exponent.double()
+        return Power(self.values * torch.exp2(-shift), shift if self.exponent is None else self.exponent + shift)
 
 
 def merged(function: Callable[..., Tensor], *xs: Power) -> Power:
@@ -62,79 +61,9 @@ def merged(function: Callable[..., Tensor], *xs: Power) -> Power:
 
 def multiplied(function: Callable[..., Tensor], x: Power, y: Power) -> Power:
     """A function that is linear in both."""
+    x, y = (z.renormalized() if z.layers >= LAYERS and z.values.numel() else z for z in (x, y))
     shift = y.exponent if x.exponent is None else x.exponent if y.exponent is None else x.exponent + y.exponent
-    product = Power(function(x.values, y.values), shift)
-    layers = max(x.layers, y.layers) + 1
-    return product.renormalized() if layers >= LAYERS and product.values.numel() else product._replace(layers=layers)
-
-
-class Slot(NamedTuple):
-    """Stands for the k-th tensor of a tape."""
-
-    k: int
-
-
-class Step(NamedTuple):
-    """An operation by its name, so that it can be pickled, and its arguments with slots in place of tensors."""
-
-    function: str
-    args: Any
-    kwargs: dict[str, Any]
-
-
-class Tape(TorchDispatchMode):
-    """Writes down the operations that depend on its inputs, but for those of the model on values."""
-
-    def __init__(self, values: Callable[[Tensor], bool]) -> None:
-        super().__init__()
-        self.steps: list[Step] = []
-        self._values, self._count = values, 0
-        self._slots: dict[int, tuple[Tensor, Slot]] = {}
-
-    def enter(self, t: Tensor) -> Tensor:
-        self._slots[id(t)] = t, Slot(self._count)
-        self._count += 1
-        return t
-
-    def __contains__(self, t: Tensor) -> bool:
-        return id(t) in self._slots
-
-    def slot(self, t: Tensor) -> Any:
-        """Where it is on the tape; a constant is kept as it is now."""
-        return self._slots[id(t)][1] if t in self else t.detach().clone()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        noted = any(t in self for t in tensors) and not any(map(self._values, tensors))
-        if noted:
-            self.steps.append(Step(str(func), *tree_map_only(Tensor, self.slot, (args, kwargs))))
-        out = func(*args, **kwargs)
-        for t in tree_leaves(out) if noted else ():
-            self.enter(t)
-        return out
-
-
-def played(steps: Sequence[Step], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """All tensors of a tape, given other inputs."""
-    values, device = list(inputs), inputs[0].device
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, Slot):
-            return values[value.k]
-        if isinstance(value, Tensor):
-            return value.to(device)
-        return [fill(v) for v in value] if isinstance(value, list) else value
-
-    for name, args, kwargs in steps:
-        out = _function(name)(*map(fill, args), **{k: fill(v) for k, v in kwargs.items()})
-        values.extend([out] if isinstance(out, Tensor) else tree_leaves(out))
-    return values
-
-
-@functools.cache
-def _function(name: str) -> Any:
-    return functools.reduce(getattr, name.split("."), torch.ops)
+    return Power(function(x.values, y.values), shift, max(x.layers, y.layers) + 1)
 
 
 class Sums(Run):

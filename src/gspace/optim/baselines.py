@@ -3,9 +3,12 @@
 The third control, SGD from the skeleton initialisation, is `init_skeleton_(model)` and `torch.optim.SGD`.
 """
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import islice
 from operator import is_
 from typing import Any
 
@@ -22,7 +25,7 @@ from gspace.optim.hooks import hooked, loss_of
 from gspace.optim.shards import divided, require_alike, require_gradients
 from gspace.optim.skeleton import Skeleton
 from gspace.optim.step import Number, layers_of
-from gspace.paths.pathsum import as_input_of, path_graph, path_kappa
+from gspace.paths.pathsum import PathKappa, as_input_of, path_graph, path_kappa
 from gspace.sharding import any_sharded, cut, like, local, local_gradient, refuse_redundancy, reshard
 
 
@@ -42,8 +45,9 @@ class PathSGD(Optimizer):
         model: The model, not its parameters.
         lr, momentum, dampening, nesterov, weight_decay, maximize, foreach, fused: As in `torch.optim.SGD`.
         params: torch's parameter groups, if they differ in hyper-parameters or leave parameters out.
-        interval: κ is computed every `interval` steps. The scales do not change in between, so the update still
-            commutes with them. Captured in a CUDA graph, every replay does what the captured step did.
+        interval: κ is computed every `interval` steps, and kept in the state if that is not in every step. The scales
+            do not change in between, so the update still commutes with them. Captured in a CUDA graph, every replay
+            does what the captured step did.
         example_input: A batch the model accepts; without one, inputs are guessed as in `analyze`.
         analysis: The result of `analyze(model)`.
 
@@ -99,21 +103,27 @@ class PathSGD(Optimizer):
         found = analyzed(model, analysis, {} if alike is None or analysis is not None else {"example_input": alike})
         edges = {e.name for e in found.edges}
         self._edges = [p for name, p in model.named_parameters() if name in edges]
-        trained = self._trained()  # what cannot be summed is refused here, not at the first step
-        self._leave_out([p for p, k in zip(trained, path_kappa(self.graph, trained), strict=True) if k is None])
+        self._kappa = path_kappa(self.graph, [])
+        self._known(self._trained())  # what cannot be summed is refused here, not at the first step
 
     def __getstate__(self) -> dict[str, Any]:
         return portable(self)
 
-    def _leave_out(self, unreached: Sequence[Tensor]) -> None:
-        """Parameters that evaluation mode does not run, such as those of an auxiliary head, have no κ."""
-        if unreached:
-            names = [name for name, p in self.model.named_parameters() if any(p is u for u in unreached)]
-            warnings.warn(
-                f"no path of the network in evaluation mode runs through {', '.join(names)}: plain SGD for them",
-                stacklevel=3,
-            )
-            self._edges = [p for p in self._edges if not any(p is u for u in unreached)]
+    def _known(self, trained: Sequence[Tensor]) -> PathKappa:
+        """κ of these. Parameters that evaluation mode does not run, such as those of an auxiliary head, have none."""
+        kappa = self._kappa
+        if len(trained) != len(kappa.parameters) or not all(map(is_, trained, kappa.parameters)):
+            kappa = self._kappa = path_kappa(self.graph, trained)
+            left_out = {id(p) for p, n in zip(trained, kappa.counts, strict=True) if n == 0}
+            if left_out:
+                names = [name for name, p in self.model.named_parameters() if id(p) in left_out]
+                warnings.warn(
+                    f"no path of the network in evaluation mode runs through {', '.join(names)}: plain SGD for them",
+                    stacklevel=4,
+                )
+                self._edges = [p for p in self._edges if id(p) not in left_out]
+                kappa = self._kappa = path_kappa(self.graph, self._trained())
+        return kappa
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -129,57 +139,74 @@ class PathSGD(Optimizer):
         mine = (p for group in self.param_groups for p in group["params"])
         return [p for p in mine if p.requires_grad and id(p) in edges]
 
-    def _prepare(self) -> None:
-        """Looks at model and gradients; κ of every trained edge, wide enough for all of it; counts the step."""
-        if self._sharded:
-            reshard(self.model)
-        self._held.require_same(type(self).__name__)
-        require_gradients(self.model, (p for group in self.param_groups for p in group["params"]))
+    def _divisors(self) -> dict[int, list[Tensor]]:
+        """Factors of κ for each trained edge of the network, by `id`; counts the step."""
         trained = self._trained()
         if any(p.grad is not None and p.grad.is_sparse for p in trained):
             name = next(name for name, p in self.model.named_parameters() if p.grad is not None and p.grad.is_sparse)
             raise RuntimeError(f"{name} has a sparse gradient: κ is that of all of its entries; use dense ones")
         stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
-        if stale or any("kappa" not in self.state[p] for p in trained):
-            found = list(zip(trained, path_kappa(self.graph, trained), strict=True))
-            self._leave_out([p for p, kappa in found if kappa is None])
-            for p, kappa in found:
-                if kappa is not None:
-                    self.state[p]["kappa"] = like(p, _divisor(cut(kappa, p)).contiguous())
         for group in self.param_groups:
             group["steps"] += 1
+        kappa = self._known(trained)
+        if not stale and all("kappa" in self.state[p] for p in kappa.parameters):
+            return {id(p): [self.state[p]["kappa"]] for p in kappa.parameters}
+        found = dict(zip(map(id, kappa.parameters), _divisors(kappa), strict=True))
+        if self._sharded or self.interval > 1:
+            for p in kappa.parameters:
+                whole = functools.reduce(torch.mul, found[id(p)])
+                found[id(p)] = [like(p, cut(whole, p).contiguous())]
+        if self.interval > 1:
+            for p in kappa.parameters:
+                (self.state[p]["kappa"],) = found[id(p)]
+        return found
+
+    def _directions(self) -> list[list[Tensor]]:
+        """g/κ for those parameters of each group that have a gradient."""
+        if self._sharded:
+            reshard(self.model)
+        self._held.require_same(type(self).__name__)
+        require_gradients(self.model, (p for group in self.param_groups for p in group["params"]))
+        divisors = self._divisors()
+        return [[self._over(p, divisors.get(id(p), [])) for p in _active(group)] for group in self.param_groups]
+
+    def _over(self, p: Tensor, divisors: list[Tensor]) -> Tensor:
+        """The gradient of p, divided by each of them."""
+        grad: Any = like(p, local_gradient(p)) if self._sharded and divisors else p.grad  # type: ignore[arg-type]
+        for k, divisor in enumerate(divisors):
+            grad = grad.div_(divisor) if k else grad / divisor
+        return grad if grad.dtype == p.dtype else grad.to(p.dtype)
 
     profile_hook_step = staticmethod(hooked)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
-        if torch.compiler.is_compiling():
-            torch.compiler.disable(self._prepare)()  # which step it is, is no part of a compiled step
-        else:
-            self._prepare()
-        for group in self.param_groups:
-            self._step_group(group)
+        compiling = torch.compiler.is_compiling()  # which step it is, is no part of a compiled step
+        found = (torch.compiler.disable(self._directions) if compiling else self._directions)()
+        for group, directions in zip(self.param_groups, found, strict=True):
+            along = iter(directions)
+            for some in alike(_active(group), self._sharded):
+                plain_sgd(group, self.state, some, list(islice(along, len(some))))
         return loss
 
-    def _direction(self, p: Tensor, grad: Tensor) -> Tensor:
-        kappa = self.state[p].get("kappa")
-        if self._sharded and kappa is not None and (here := local_gradient(p)) is not None:
-            grad = like(p, here)
-        return grad if kappa is None else (grad / kappa).to(p.dtype)
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        active = [p for p in group["params"] if p.grad is not None]
-        for some in alike(active, self._sharded):
-            directions = [self._direction(p, p.grad) for p in some if p.grad is not None]
-            plain_sgd(group, self.state, some, directions)
+def _active(group: dict[str, Any]) -> list[Tensor]:
+    return [p for p in group["params"] if p.grad is not None]
 
 
-def _divisor(kappa: Tensor) -> Tensor:
-    """κ with ∞ in place of 0: g/κ is 0 there."""
-    if kappa.device.type == "cpu" and (kappa.numel() == 0 or float(kappa.amin()) > 0):
-        return kappa
-    return kappa.masked_fill(kappa == 0, float("inf"))
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+SAFE = 2.0**40  # of float32: what products of such numbers cannot hold does not matter beside them
+
+
+def _divisors(kappa: PathKappa) -> list[list[Tensor]]:
+    """Factors of κ with ∞ in place of 0, as g/κ is 0 there; in float32 if that is safe. A GPU is not asked."""
+    if kappa.complete and all(p.dtype in NARROW and p.device.type == "cpu" for p in kappa.parameters):
+        with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+            found, least, most = kappa(torch.float32)
+        if least.item() > 1 / SAFE and most.item() < SAFE:
+            return found
+    return [[f.masked_fill(f == 0, float("inf")) for f in factors] for factors in kappa()[0]]
 
 
 def _require_steps(state: State) -> None:

@@ -1,5 +1,6 @@
 """What all our optimizers ask before a step, and what they do when they are copied or loaded."""
 
+import cmath
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from operator import is_
@@ -58,7 +59,7 @@ def doubt_of_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> str:
     if not grads or any(g.device.type != "cpu" for _, g in grads):
         return ""
     # A sum is finite only if every term is; if it is not, it may have overflowed.
-    if bool(torch.stack([g.sum().abs().float() for _, g in grads]).isfinite().all()):
+    if all(cmath.isfinite(g.sum().item()) for _, g in grads):
         return ""
     bad = next((p for p, g in grads if not bool(g.isfinite().all())), None)
     name = next((name for name, p in model.named_parameters() if p is bad), None)

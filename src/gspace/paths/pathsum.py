@@ -8,6 +8,7 @@ of path norms and Path-SGD's κ.
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, compress, pairwise
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ from gspace.analysis.forward import (
 )
 from gspace.analysis.operations import PATHS
 from gspace.analysis.run import called
-from gspace.analysis.sums import Power, Slot, Step, Sums, merged, played, power
-from gspace.sharding import any_sharded, whole_copy
+from gspace.analysis.sums import Power, Sums, merged, power
+from gspace.analysis.tape import Program, Tape
+from gspace.sharding import any_sharded, whole, whole_copy
 
-__all__ = ["PathError", "PathGraph", "Power", "as_input_of", "path_graph", "path_kappa"]
+__all__ = ["PathError", "PathGraph", "PathKappa", "Power", "as_input_of", "path_graph", "path_kappa"]
 
 
 @dataclass(frozen=True)
@@ -41,36 +43,33 @@ class PathGraph:
     Attributes:
         model: The model.
         sources: Modules, and the names of their parameters and buffers that the sum is made of.
-        steps: What to do, in order.
-        outputs: The values and the exponent of the sum.
+        program: From p, |w|^p and buffers to the values and the exponent of the sum.
         samples: How many samples it is of.
     """
 
     model: nn.Module
     sources: Sequence[tuple[nn.Module, str]]
-    steps: Sequence[Step]
-    outputs: tuple[Slot, Slot | None]
+    program: Program
     samples: int
 
-    def sum(self, p: float = 2, powers: Mapping[int, Tensor] | None = None) -> Power:
-        """Σ_paths |v|^p of one sample as a scalar `Power`; `powers` replaces |w|^p by the `id` of a parameter."""
-        inputs = []
-        for t in (_fetched(module, name) for module, name in self.sources):
-            known = (powers or {}).get(id(t))
-            fixed = t.clone() if not isinstance(t, nn.Parameter) else power(t, p) if known is None else known
-            inputs.append(fixed)  # a copy of a buffer: what the model writes into it is on the tape too
+    def held(self) -> list[Tensor]:
+        """The parameters and buffers of now."""
+        found = [m._parameters.get(name, m._buffers.get(name)) for m, name in self.sources]
+        if any(t is None for t in found):
+            module, name = self.sources[found.index(None)]
+            raise RuntimeError(f"{type(module).__name__} no longer has {name!r}: the path sum is of another model")
+        return [t for t in found if t is not None]
+
+    def sum(self, p: float = 2) -> Power:
+        """Σ_paths |v|^p of one sample as a scalar `Power`."""
+        return self.sum_of(p, [power(t, p) if isinstance(t, nn.Parameter) else t.clone() for t in self.held()])
+
+    def sum_of(self, p: float, inputs: Sequence[Tensor]) -> Power:
+        """The same of given powers and buffers; what the model writes into a buffer is written there."""
         device = inputs[0].device if inputs else torch.device("cpu")
-        values = played(self.steps, [torch.full((), float(p), dtype=torch.float64, device=device), *inputs])
-        total, exponent = (None if slot is None else values[slot.k] for slot in self.outputs)
+        total, exponent = self.program(torch.full((), float(p), dtype=torch.float64, device=device), *inputs)
         assert total is not None
         return Power(total / self.samples if self.samples > 1 else total, exponent)
-
-
-def _fetched(module: nn.Module, name: str) -> Tensor:
-    found: Tensor | None = {**module._buffers, **module._parameters}.get(name)
-    if found is None:
-        raise RuntimeError(f"{type(module).__name__} no longer has {name!r}: the path sum is of another model")
-    return found
 
 
 def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGraph:
@@ -86,7 +85,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
         TraceError: The model does not take the example, or none could be guessed.
 
     >>> graph = path_graph(nn.Linear(3, 2, bias=False))
-    >>> [step.function for step in graph.steps]
+    >>> [step.function for step in graph.program.steps]
     ['aten.pow.Tensor_Tensor', 'aten.permute.default', 'aten.matmul.default', 'aten.sum.default']
     """
     inner = unwrap(model)
@@ -139,35 +138,86 @@ def _run(model: nn.Module, inner: nn.Module, batch: Inputs, samples: int) -> Pat
         if not any(map(sums.is_activation, outputs)):
             raise PathError("no output of the model depends on its input")
         total = merged(lambda *xs: functools.reduce(torch.add, [x.sum() for x in xs]), *map(sums.read, outputs))
-    slots = sums.tape.slot(total.values), None if total.exponent is None else sums.tape.slot(total.exponent)
+    program = sums.tape.program(1 + len(held), total[:2])
     own = unwrap(model)  # what was run may be a copy
     sources = [(own.get_submodule(path), last) for path, _, last in (name.rpartition(".") for name in held)]
-    return PathGraph(model, sources, sums.tape.steps, slots, samples)
+    return PathGraph(model, sources, program, samples)
 
 
-def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """κ_e = ∂(Σ_paths v²)/∂(w_e²) of every entry of `parameters`, by one forward and one backward pass of one sample.
+# Path-SGD -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PathKappa:
+    """κ_e = ∂(Σ_paths v²)/∂(w_e²) of every entry of some parameters, by a forward and a backward pass of one sample.
 
     κ_e is the sum, over the paths through e, of the squared products of their other weights; a weight that occurs on a
-    path several times (convolution, weight sharing) counts once per occurrence. None for a parameter on no path. It is
-    in float32 where the parameter is and all of it fits, else in float64.
+    path several times (convolution, weight sharing) counts once per occurrence.
+
+    Attributes:
+        graph: The path sum.
+        parameters: Whose κ it is.
+        program: From the squares of all parameters, and buffers, to factors of κ, the least and the largest number.
+        counts: How many factors there are for each parameter: none if it is on no path, two for an outer product.
+        complete: Whether these are all parameters of the model.
     """
-    if not parameters:
-        return []
+
+    graph: PathGraph
+    parameters: Sequence[Tensor]
+    program: Program
+    counts: Sequence[int]
+    complete: bool
+
+    def __call__(self, dtype: torch.dtype = torch.float64) -> tuple[list[list[Tensor]], Tensor, Tensor]:
+        """For each parameter tensors that broadcast to its shape, with κ as their product; and their extremes."""
+        *found, least, most = self.program(*_squares(self.graph.held(), dtype))
+        ends = [0, *accumulate(self.counts)]
+        return [found[i:j] for i, j in pairwise(ends)], least, most
+
+
+def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> PathKappa:
+    """Writes down both passes: then neither the model nor autograd is needed."""
+    tape = Tape()
     with torch.inference_mode(False), torch.enable_grad():
-        powers = {id(p): power(p.detach(), 2).requires_grad_() for p in parameters}
-        total = graph.sum(2, powers)
-        found = torch.autograd.grad(total.values, [powers[id(p)] for p in parameters], allow_unused=True)
-    shift = total.exponent
-    wide = [k if k is None or shift is None else torch.ldexp(k, shift) for k in found]
-    return [None if k is None else _narrow(k, p.dtype) for k, p in zip(wide, parameters, strict=True)]
+        held = graph.held()
+        inputs = [tape.enter(t) for t in _squares(held)]
+        mine = {id(p) for p in parameters}
+        leaves = {id(t): x.requires_grad_() for t, x in zip(held, inputs, strict=True) if id(t) in mine}
+        one = torch.ones((), dtype=torch.float64, device=held[0].device if held else None)
+        with tape:
+            total = graph.sum_of(2, inputs)
+            scale = one if total.exponent is None else torch.exp2(total.exponent)
+            at = [leaves[id(p)] for p in parameters]
+            found = torch.autograd.grad(total.values, at, scale, allow_unused=True) if at else ()
+            factors = [[] if k is None else _factors(tape, k) for k in found]
+            outputs = [f.detach() for fs in factors for f in fs]
+            rows = [f.t() if f.dim() == 2 and f.shape[1] == 1 else f.reshape(1, -1) for f in outputs if f.numel()]
+            outputs += torch.cat([one.reshape(1, 1), *rows], 1).aminmax()
+    complete = len(leaves) == sum(isinstance(t, nn.Parameter) for t in held)
+    program = tape.program(len(inputs), outputs)
+    return PathKappa(graph, list(parameters), program, [len(fs) for fs in factors], complete)
 
 
-def _narrow(kappa: Tensor, dtype: torch.dtype) -> Tensor:
-    """In float32 if all of it has its digits there. A GPU is not asked."""
-    if dtype == torch.float64 or kappa.device.type != "cpu" or not kappa.numel():
-        return kappa
-    limits, (least, most) = torch.finfo(torch.float32), kappa.aminmax()
-    if not float(least) > 0:
-        least = torch.where(kappa > 0, kappa, 1).amin()
-    return kappa.float() if float(least) >= limits.tiny and float(most) <= limits.max else kappa
+def _squares(held: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """w² of parameters; copies of buffers."""
+    found = [whole(t.detach()) for t in held]
+    mine = [isinstance(t, nn.Parameter) for t in held]
+    wide = [(t.abs() if t.is_complex() else t).to(dtype) for t in compress(found, mine)]
+    squares = iter(torch._foreach_mul(wide, wide))
+    return [next(squares) if is_weight else t.clone() for t, is_weight in zip(found, mine, strict=True)]
+
+
+TURNS = ("aten.t.default", "aten.permute.default", "aten.transpose.int")
+
+
+def _factors(tape: Tape, kappa: Tensor) -> list[Tensor]:
+    """A column and a row if it was made of them, as that of a linear layer y = x·W of one row: x and ∂Σ/∂y."""
+    step = tape.maker(kappa)
+    if step is None or kappa.dim() != 2:
+        return [kappa]
+    args = [tape.values[k] for k in step.args if isinstance(k, int)]
+    if step.function == "aten.mm.default" and args[0].shape[1] == 1:
+        return list(args)
+    if step.function in TURNS and args[0].shape == kappa.shape[::-1] and args[0].stride() == kappa.stride()[::-1]:
+        return [f.t() for f in reversed(_factors(tape, args[0]))]
+    return [kappa]
