@@ -191,7 +191,7 @@ def test_kappa_of_a_linear_layer_is_an_outer_product_that_is_never_made() -> Non
     sizes = {w.shape for w in model.parameters() if w.dim() == 2}
     factors, least, most = found()
     assert not sizes & {f.shape for some in factors for f in some}
-    assert [step.function for step in found.program.steps].count("aten.mm.default") == 4  # two matrices, both ways
+    assert [line.function for line in found.program.lines].count("aten.mm.default") == 4  # two matrices, both ways
     assert float(least) == min(1.0, *(float(f.min()) for some in factors for f in some))
     assert float(most) == max(1.0, *(float(f.max()) for some in factors for f in some))
 

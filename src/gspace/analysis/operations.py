@@ -14,7 +14,7 @@ from gspace.analysis.pathrules import NOT_HOMOGENEOUS, UNKNOWN
 from gspace.analysis.sums import READ
 
 Rule = Callable[..., Any]
-TABLE: tuple[tuple[str, Rule | None, Rule | str], ...] = (
+TABLE: tuple[tuple[str, Rule | None, Rule | str | None], ...] = (
     ("", rules.unknown, UNKNOWN),
     # entry by entry
     ("relu abs neg positive", rules.homogeneous, paths.same),
@@ -26,8 +26,9 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str], ...] = (
     ("mul", rules.product, paths.product),
     ("div", rules.product, paths.divided),
     ("sqrt rsqrt reciprocal pow", rules.power, NOT_HOMOGENEOUS),
-    ("add sub rsub maximum minimum fmax fmin", rules.added, paths.added),
-    ("where masked_fill", rules.added, paths.masked),
+    ("add sub maximum minimum fmax fmin", rules.added, paths.added),
+    ("rsub masked_fill", rules.added, None),
+    ("where", rules.added, paths.moved),
     ("lt le gt ge eq ne", rules.compared, paths.nothing),
     # movement
     ("clone _to_copy copy contiguous", rules.copied, paths.copied),
@@ -66,7 +67,8 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str], ...] = (
     ),
     ("fractional_max_pool2d", rules.pooled, UNKNOWN),
     # layers
-    ("mm bmm addmm", layers.matrix_product, paths.matrix_product),
+    ("mm bmm", layers.matrix_product, paths.matrix_product),
+    ("addmm", layers.matrix_product, None),
     (
         "convolution _convolution cudnn_convolution mkldnn_convolution convolution_overrideable",
         layers.convolution,
@@ -118,4 +120,4 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str], ...] = (
 )
 
 RULES: dict[str, Rule] = {name: rule for names, rule, _ in TABLE for name in names.split(" ") if rule is not None}
-PATHS: dict[str, Rule | str] = {name: rule for names, _, rule in TABLE for name in names.split(" ")}
+PATHS: dict[str, Rule | str] = {name: rule for names, _, rule in TABLE for name in names.split(" ") if rule is not None}

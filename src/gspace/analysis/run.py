@@ -1,8 +1,8 @@
 """One run of a model under a `TorchDispatchMode`: every ATen call arrives with real tensors, control flow just happens.
 
-Behind every storage lies a shadow (`memory`) of what is known of it: nodes of scales (`follow`) or sums over paths
-(`sums`). The rule of an operation (`operations`) reads those of its inputs and says those of its outputs. Views, and
-writes through them, need no rule. What depends on the inputs, and on chance, is known by storage too.
+Behind every storage lies a shadow (`memory`) of what is known of it, nodes of scales (`follow`); or the values are sums
+over paths (`sums`). The rule of an operation (`operations`) reads those of its inputs and says those of its outputs.
+Views, and writes through them, need no rule. What depends on the inputs, and on chance, is known by storage too.
 """
 
 import threading
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.examples import first_line
 from gspace.analysis.forward import Inputs, PathError, TraceError, arguments
-from gspace.analysis.memory import Memory, key_of
+from gspace.analysis.memory import key_of
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,13 @@ class Call:
     """One call of an operation, its arguments by name, defaults filled in."""
 
     name: str
-    function: Callable[..., Any]
+    function: Any
     args: dict[str, Any]
+
+    @property
+    def results(self) -> int:
+        """How many there are."""
+        return len(self.function._schema.returns)
 
     @property
     def in_place(self) -> bool:
@@ -60,7 +65,7 @@ class Run(TorchDispatchMode):
 
     creates: frozenset[str] = frozenset()  # operations whose result is known though nothing is that they read
 
-    def __init__(self, rules: Mapping[str, Any], memory: Memory) -> None:
+    def __init__(self, rules: Mapping[str, Any], memory: Any) -> None:
         super().__init__()
         self.rules, self.memory = rules, memory
         self.parameters: dict[int, str] = {}
@@ -127,9 +132,9 @@ class Run(TorchDispatchMode):
         result: Any = None
         if not is_view and (name in self.creates or any(t in self.memory for t in tensors)):
             self.operation = name
-            if name not in self.rules and (decomposition := _decomposition(func)) is not None:
+            if name not in self.rules and (others := decomposition(func)) is not None:
                 with self:
-                    return decomposition(*args, **kwargs)
+                    return others(*args, **kwargs)
             try:
                 result = self.applied(self.rules.get(name, self.rules[""]), Call(name, func, bound(func, args, kwargs)))
             except (RuntimeError, IndexError):  # sizes that do not fit: torch's own words, if it says so too
@@ -234,7 +239,7 @@ def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
     return [t for name in names for t in tree_leaves(given.get(name)) if isinstance(t, Tensor)]
 
 
-def _decomposition(func: Any) -> Any:
+def decomposition(func: Any) -> Any:
     """torch's own way to write an operation by others, if there is one."""
     return func.decompose if func._can_decompose() else torch._decomp.decomposition_table.get(func)
 

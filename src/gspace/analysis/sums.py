@@ -1,8 +1,11 @@
 """The other meaning of a run: sums over paths, Σ |v(path)|^p, in place of values.
 
-`Sums` is a `Run` whose shadows are sums. Every parameter w enters as |w|^p and every input as ones. Rules (`pathrules`)
-compute with them by torch's own operations, and a `tape` writes down what they do, to be done again for other
-weights and another p without the model. All of it is in float64: weights that are rescaled by 1e±6 keep their digits.
+The model runs on |w|^p in place of every parameter w, on ones in place of its inputs, and in float64: weights that are
+rescaled by 1e±6 keep their digits. Then nothing is negative, and most operations do to sums what they do to values;
+rules (`pathrules`) are for the others. A `tape` writes down what is done, to be done again for other weights and
+another p without the model.
+
+Sums of a deep network leave every range: those in a storage are what is there times 2^exponent.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.forward import PathError
-from gspace.analysis.memory import Memory, key_of
-from gspace.analysis.run import Call, Run, facts
+from gspace.analysis.memory import key_of
+from gspace.analysis.run import Call, Run, bound, decomposition, facts, written
 from gspace.analysis.tape import Tape
 from gspace.sharding import whole
 
@@ -25,45 +28,26 @@ CHANCE = "it depends on chance"
 READ = "its values are read outside of the network"
 
 
-class Power(NamedTuple):
-    """Sums of |v|^p: values · 2^exponent, nowhere negative.
+class Scale(NamedTuple):
+    """Of the sums in a storage.
 
     Attributes:
-        values: Any shape.
         exponent: A scalar, which is a constant to autograd: the product does not depend on it. None stands for 0.
-        layers: Products of weights since it was renormalized.
+        layers: Products since they were renormalized.
     """
 
-    values: Tensor
     exponent: Tensor | None = None
     layers: int = 0
 
-    def at(self, exponent: Tensor | None) -> Tensor:
-        """The values that go with another exponent."""
-        if exponent is self.exponent or exponent is None:
-            return self.values
-        return self.values * torch.exp2(-exponent if self.exponent is None else self.exponent - exponent)
 
-    def renormalized(self) -> "Power":
-        """The same number with its largest entry in [½, 1)."""
-        shift = torch.frexp(self.values.amax()).exponent.double()
-        return Power(self.values * torch.exp2(-shift), shift if self.exponent is None else self.exponent + shift)
+class Scales(dict[int, Scale]):
+    """By storage; what is not here holds values. The tape keeps storages, so no number is used twice."""
 
+    def __contains__(self, t: Any) -> bool:
+        return isinstance(t, Tensor) and super().__contains__(key_of(t))
 
-def merged(function: Callable[..., Tensor], *xs: Power) -> Power:
-    """A function that moves or adds entries, on values with one exponent."""
-    found = [x.exponent for x in xs if x.exponent is not None]
-    if found and len(found) < len(xs):
-        found.append(torch.zeros_like(found[0]))
-    common = None if not found else torch.stack(found).amax() if len(found) > 1 else found[0]
-    return Power(function(*(x.at(common) for x in xs)), common, max(x.layers for x in xs))
-
-
-def multiplied(function: Callable[..., Tensor], x: Power, y: Power) -> Power:
-    """A function that is linear in both."""
-    x, y = (z.renormalized() if z.layers >= LAYERS and z.values.numel() else z for z in (x, y))
-    shift = y.exponent if x.exponent is None else x.exponent if y.exponent is None else x.exponent + y.exponent
-    return Power(function(x.values, y.values), shift, max(x.layers, y.layers) + 1)
+    def forget(self) -> None:
+        """There is nothing to forget."""
 
 
 class Sums(Run):
@@ -74,69 +58,132 @@ class Sums(Run):
     """
 
     def __init__(self, rules: dict[str, Any], p: Tensor) -> None:
-        super().__init__(rules, Memory(lambda t: self.constant(_all_of(t)).values))
-        self.tape = Tape(lambda t: t in self.memory)
+        self.scales = Scales()
+        super().__init__(rules, self.scales)
+        self.tape = Tape()
         self.p = self.tape.enter(p)
-        self.starts = False  # a path starts here: a constant is contracted with a weight
-        self._scales: dict[int, tuple[Tensor | None, int]] = {}
 
     def is_activation(self, t: Any) -> bool:
-        return isinstance(t, Tensor) and t in self.memory and self.depends_on_data(t)
+        return t in self.scales and self.depends_on_data(t)
 
     def is_weight(self, t: Any) -> bool:
-        return isinstance(t, Tensor) and t in self.memory and not self.depends_on_data(t)
+        return t in self.scales and not self.depends_on_data(t)
 
-    def constant(self, t: Tensor | float) -> Power:
+    # Arithmetic -------------------------------------------------------------------------------------------------------
+
+    def mark(self, t: Tensor, exponent: Tensor | None = None, layers: int = 0) -> Tensor:
+        """From now on its storage holds sums."""
+        self.scales[key_of(t)] = Scale(exponent, layers)
+        return t
+
+    def constant(self, t: Tensor | float) -> Tensor:
         """|t|^p of a fixed number."""
-        wide = (
-            t.double() if isinstance(t, Tensor) else torch.tensor(float(t), dtype=torch.float64, device=self.p.device)
-        )
+        wide = t.double() if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64, device=self.p.device)
         fixed = wide not in self.tape
         if fixed and not bool(wide.isfinite().all()):
             raise self.refusal("an infinite number or NaN meets activations")
         values = wide.abs().pow(self.p)
-        return Power(values, values.new_full((), NOTHING) if fixed and not bool(wide.any()) else None)
+        return self.mark(values, values.new_full((), NOTHING) if fixed and not bool(wide.any()) else None)
 
-    def read(self, t: Any) -> Power:
-        """The sums of a tensor or number."""
-        if not isinstance(t, Tensor) or t not in self.memory:
+    def read(self, t: Any) -> Tensor:
+        """The sums of a tensor or number; an integer that is an input counts as one."""
+        if t not in self.scales:
             return self.constant(t)
-        found = self.memory.read(t)
-        if not isinstance(found, Tensor):
-            raise self.refusal("it reads memory in a dtype of another size")
-        return Power(found, *self._scales[key_of(t)])
+        return t if t.is_floating_point() else self.constant(torch.ones(t.shape, device=t.device))
 
-    def write(self, t: Tensor, x: Power | None) -> None:
-        if x is None:
-            self.memory.write(t, None)
-            return
-        if t.numel() * t.element_size() != t.untyped_storage().nbytes():  # one exponent for all that is there
-            base = merged(lambda there, new: there, self.read(_all_of(t)), x)
-            self.memory.write(_all_of(t), base.values.contiguous())
-            x = Power(x.at(base.exponent), base.exponent, base.layers)
-        self.memory.write(t, (x.values if x.values.shape == t.shape else x.values.expand(t.shape)).contiguous())
-        self._scales[key_of(t)] = x.exponent, x.layers
+    def input(self, t: Tensor) -> Tensor:
+        """Ones in place of an input of the model; its integers are what they are, and are read as ones."""
+        like: Tensor = t.detach().clone()
+        found = self.constant(torch.ones_like(like)) if t.is_floating_point() else self.mark(like)
+        self.given([found])
+        return found
+
+    def merged(self, function: Callable[..., Tensor], *given: Any) -> Tensor:
+        """A function that moves or adds entries: it takes them with one exponent."""
+        xs = [self.read(t) for t in given]
+        scales = [self.scales[key_of(x)] for x in xs]
+        common = _common(s.exponent for s in scales)
+        moved = (x if s.exponent is common else x * _ratio(s.exponent, common) for x, s in zip(xs, scales, strict=True))
+        return self._made(xs, function(*moved), common, max(s.layers for s in scales))
+
+    def multiplied(self, function: Callable[..., Tensor], *given: Any) -> Tensor:
+        """A function that is linear in both of two."""
+        x, y = (self._renormalized(self.read(t)) for t in given)
+        (e, n), (f, m) = self.scales[key_of(x)], self.scales[key_of(y)]
+        return self._made((x, y), function(x, y), f if e is None else e if f is None else e + f, max(n, m) + 1)
+
+    def _made(self, xs: Sequence[Tensor], out: Tensor, exponent: Tensor | None, layers: int) -> Tensor:
+        self.given([out] if any(map(self.depends_on_data, xs)) else [])
+        return self.mark(out, exponent, layers)
+
+    def _renormalized(self, t: Tensor) -> Tensor:
+        """The same sums, with the largest in [½, 1), if it is time."""
+        exponent, layers = self.scales[key_of(t)]
+        if layers < LAYERS or not t.numel():
+            return t
+        shift = torch.frexp(t.amax()).exponent.double()
+        return self.mark(t * torch.exp2(-shift), shift if exponent is None else exponent + shift)
+
+    def store(self, t: Tensor, x: Tensor) -> None:
+        """Writes sums into memory that is there, all of which has one exponent."""
+        if not t.is_floating_point():
+            raise self.refusal(CHOSEN)
+        n = t.untyped_storage().nbytes() // t.element_size()
+        base = t.detach().as_strided((n,), (1,), 0)
+        if t not in self.scales:
+            self.tape.adopt(base)
+            base.copy_(self.constant(base))
+            self.mark(base)
+        (e, _), (f, layers) = self.scales[key_of(t)], self.scales[key_of(x)]
+        common = f if t.numel() == n else _common((e, f))
+        if e is not common and t.numel() < n:
+            base.mul_(_ratio(e, common))
+        t.copy_(x if f is common else x * _ratio(f, common))
+        self.mark(t, common, layers)
 
     # The run ----------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name, _, is_view = facts(func)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if is_view or not any(t in self.scales for t in tensors):
+            out = func(*args, **kwargs)
+            if not tensors and isinstance(out, Tensor) and out.is_floating_point():
+                out = out.double()  # memory of the model that sums may be written to
+        elif name not in self.rules and (others := decomposition(func)) is not None:
+            with self:
+                return others(*args, **kwargs)
+        else:
+            self.operation = name
+            try:
+                out = self.applied(self.rules.get(name, self.rules[""]), Call(name, func, bound(func, args, kwargs)))
+            except (RuntimeError, IndexError):  # sizes that do not fit: torch's own words, if it says so too
+                func(*args, **kwargs)
+                raise
+        outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+            outs[0].zero_()
+        self._taint(torch.Tag.nondeterministic_seeded in func.tags, name, tensors, outs)
+        return out
 
     def applied(self, rule: Any, call: Call) -> Any:
         """A rule, or the reason why there is none; what data or chance have chosen has no paths."""
         if not callable(rule):
             raise self.refusal(rule)
         for t in tree_leaves(call.args):
-            if (
-                isinstance(t, Tensor)
-                and t not in self.memory
-                and (self.depends_on_data(t) or self.depends_on_chance(t))
-            ):
+            if t not in self.scales and (self.depends_on_data(t) or self.depends_on_chance(t)):
                 raise self.refusal(CHANCE if self.depends_on_chance(t) else CHOSEN)
-        return rule(self, call)
-
-    def settle(self, name: str, tensors: Sequence[Any], outs: Sequence[Tensor], results: Sequence[Any]) -> None:
-        for t, result in zip(outs, results, strict=False):
-            self.write(t, result)
-        self.given(outs if self.starts else ())
-        self.starts = False
+        found = rule(self, call)
+        if call.in_place and found is not None:
+            target = call.get("out", "self")
+            if key_of(target) in self.parameters:
+                raise written(self.parameters[key_of(target)])
+            self.store(target, found)
+            return target
+        if found is None or (isinstance(found, Tensor) and call.results > 1):
+            real = call.run()  # no sums: comparisons, places of maxima
+            found = real if found is None else (found, *real[1:])
+        return found
 
     def escaped(self, t: Tensor, name: str) -> None:
         self.operation = name
@@ -144,12 +191,6 @@ class Sums(Run):
 
     def branched(self, chance: bool) -> None:
         raise self.refusal(CHANCE if chance else CHOSEN)
-
-    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = super()._dispatch(func, args, kwargs)
-        if facts(func)[0] in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
-            tree_map(Tensor.zero_, out)
-        return out
 
     def refusal(self, reason: str) -> PathError:
         module, kind = self.modules[-1] if self.modules else ("the model", "")
@@ -160,16 +201,21 @@ class Sums(Run):
         )
 
 
+def _common(exponents: Any) -> Tensor | None:
+    """The largest; None stands for 0."""
+    listed = list(dict.fromkeys(exponents))
+    found = [e for e in listed if e is not None]
+    zeros = [torch.zeros_like(found[0])] if found and len(found) < len(listed) else []
+    return None if not found else torch.stack(found + zeros).amax() if len(listed) > 1 else found[0]
+
+
+def _ratio(exponent: Tensor | None, common: Tensor | None) -> Tensor:
+    """What turns sums with one exponent into those with another."""
+    assert common is not None
+    return torch.exp2(-common if exponent is None else exponent - common)
+
+
 def power(t: Tensor, p: float) -> Tensor:
     """|t|^p in float64, of all of t if it is sharded."""
-    t = whole(t)
-    wide = (t.abs() if t.is_complex() else t).double().contiguous()
-    if p == 2:
-        return wide.square() if wide is t or wide.requires_grad else wide.square_()
-    return wide.abs() if p == 1 else wide.abs().pow(p)
-
-
-def _all_of(t: Tensor) -> Tensor:
-    """The storage of a tensor, one element after the other."""
-    n = t.untyped_storage().nbytes() // t.element_size()
-    return t.detach().as_strided((n,), (1,), 0)
+    wide = whole(t).abs().double()
+    return wide if p == 1 else wide.square() if p == 2 else wide.pow(p)

@@ -1,7 +1,8 @@
-"""What is computed with some tensors, written down, to be done again with others."""
+"""What is computed with some tensors, written down as Python, to be done again with others."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,98 +13,113 @@ from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.memory import geometry, key_of
 
-Place = int | tuple[Any, ...]  # of a value, or of those of a list
+AS_STRIDED, CLONE = torch.ops.aten.as_strided.default, torch.ops.aten.clone.default
+NAMES = re.compile(r"\b[vc]\d+\b")  # of variables and constants
 
 
-class Step(NamedTuple):
-    """An operation by its name, so that it can be pickled; where its arguments are, and where its results go."""
+class Line(NamedTuple):
+    """`made = function(args)`; whether it writes to what it is given."""
 
+    made: str
     function: str
-    args: tuple[Place, ...]
-    kwargs: dict[str, Place]
-    into: Place
+    args: str
+    writes: bool = False
 
 
 class Tape(TorchDispatchMode):
-    """Writes down the operations that depend on its inputs, but for those on tensors that are `skipped`.
+    """Writes down the operations that depend on tensors that were entered.
 
     Attributes:
-        steps: What was done.
-        values: By place: inputs and results, and constants as they were.
+        lines: What was done.
     """
 
-    def __init__(self, skipped: Callable[[Tensor], bool] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Step] = []
-        self.values: list[Any] = []
-        self._skipped = skipped
-        self._places: dict[int, tuple[int, Tensor]] = {}
-        self._constants: set[int] = set()
-        self._memory: dict[Any, int] = {}
-        self._makers: dict[int, Step] = {}
+        self.lines: list[Line] = []
+        self._makers: dict[str, tuple[str, Sequence[Any]]] = {}
+        self._copies: dict[str, str] = {}
+        self._held: list[Tensor] = []  # an `id` is used once
+        self._names: dict[int, str] = {}
+        self._by_place: dict[Any, str] = {}
+        self._storages: dict[int, Tensor] = {}
+        self._constants: dict[str, Any] = {}
 
-    def __contains__(self, t: Tensor) -> bool:
-        return id(t) in self._places
+    def __contains__(self, t: Any) -> bool:
+        return isinstance(t, Tensor) and (id(t) in self._names or key_of(t) in self._storages)
 
-    def enter(self, t: Tensor) -> Tensor:
-        self._places[id(t)] = len(self.values), t
-        self._memory.setdefault(_where(t), len(self.values))
-        self.values.append(t)
+    def enter(self, t: Tensor, name: str | None = None) -> Tensor:
+        self._names[id(t)] = name or f"v{len(self._held)}"
+        self._by_place.setdefault(_place(t), self._names[id(t)])
+        self._storages.setdefault(key_of(t), t)
+        self._held.append(t)
         return t
 
-    def place(self, value: Any) -> Place:
-        if isinstance(value, Tensor) and value in self:
-            return self._places[id(value)][0]
-        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-            return tuple(map(self.place, value))
-        self._constants.add(len(self.values))
-        self.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
-        return len(self.values) - 1
+    def adopt(self, t: Tensor) -> None:
+        """A constant that is going to be written to: each time a copy of what it is now."""
+        if t not in self:
+            now = self.name(t)
+            self.lines.append(Line(self.name(self.enter(t)), "aten.clone.default", now))
 
-    def maker(self, t: Tensor) -> Step | None:
-        """The step that it comes from."""
-        return self._makers.get(self._places[id(t)][0]) if t in self else None
+    def name(self, value: Any) -> str:
+        """In the program; a constant is kept as it is now."""
+        if value in self:
+            if id(value) not in self._names:  # a view that was made before its memory came here
+                view = self._noted(AS_STRIDED, (self._storages[key_of(value)], *geometry(value)), {})
+                self.enter(value, self._names[id(view)])
+            return self._names[id(value)]
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(self.name, value))}]"
+        if value is None or isinstance(value, (bool, int, str)):
+            return repr(value)
+        name = f"c{len(self._constants)}"
+        self._constants[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        return name
+
+    def maker(self, t: Tensor) -> tuple[str, Sequence[Any]]:
+        """The operation that it comes from, and its arguments."""
+        return self._makers.get(self._names.get(id(t), ""), ("", ()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if not any(t in self for t in tensors) or (self._skipped and any(map(self._skipped, tensors))):
-            return func(*args, **kwargs)
-        given = tuple(map(self.place, args)), {k: self.place(v) for k, v in kwargs.items()}
+        if any(t in self for t in tree_leaves((args, kwargs or {}))):
+            return self._noted(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = [*map(self.name, args), *(f"{key}={self.name(value)}" for key, value in kwargs.items())]
         out = func(*args, **kwargs)
-        made = tree_leaves(out)
-        if func.is_view and len(made) == 1 and (known := self._memory.get(_where(made[0]))) is not None:
-            self._places[id(made[0])] = known, made[0]  # transposed twice, say
-            return out
-        for t in made:
+        if isinstance(out, Tensor) and func.is_view and (known := self._by_place.get(_place(out))) is not None:
+            return self.enter(out, known)  # transposed twice, say
+        for t in tree_leaves(out):
             if isinstance(t, Tensor):
-                self.enter(t)
-        into: Any = tuple(map(self.place, made))
-        self.steps.append(Step(str(func), *given, into[0] if isinstance(out, Tensor) else into))
-        self._makers.update(dict.fromkeys(into, self.steps[-1]))
+                self._makers[self.name(self.enter(t))] = str(func), args
+        made = "_" if out is None else self.name(out).replace("None", "_")
+        if func is CLONE and out.stride() == args[0].stride():
+            self._copies[made] = self._copies.get(given[0], given[0])
+        self.lines.append(Line(made, str(func), ", ".join(given), func._schema.is_mutable))
         return out
 
     def program(self, inputs: int, outputs: Sequence[Tensor | None]) -> "Program":
-        """What the outputs take, of the `inputs` that were entered first."""
-        places: Any = tuple(map(self.place, outputs))
-        needed: set[int] = set(places)
-        kept: list[Step] = []
-        for step in reversed(self.steps):
-            if not needed.isdisjoint(_flat(step.into)) or _function(step.function)._schema.is_mutable:
-                needed.update(_flat((step.args, tuple(step.kwargs.values()))))
-                kept.append(step)
-        constants = {k: self.values[k] for k in self._constants & needed}
-        return Program(tuple(reversed(kept)), inputs, constants, places)
+        """What the outputs take, of the `inputs` that were entered first. Without writes, copies are not needed."""
+        result, lines, kept = self.name(outputs), self.lines, []
+        if not any(line.writes for line in lines):
+            lines = [line._replace(args=NAMES.sub(lambda m: self._copies.get(m[0], m[0]), line.args)) for line in lines]
+        needed = set(NAMES.findall(result))
+        for line in reversed(lines):
+            if line.writes or needed.intersection(NAMES.findall(line.made)):
+                needed.update(NAMES.findall(line.args))
+                kept.append(line)
+        constants = {name: value for name, value in self._constants.items() if name in needed}
+        return Program(tuple(reversed(kept)), inputs, constants, result)
 
 
 @dataclass(frozen=True)
 class Program:
-    """Steps in order: the first places are its inputs, `outputs` its results."""
+    """Lines in order: v0, v1, … are the inputs, `result` is what they make."""
 
-    steps: tuple[Step, ...]
+    lines: tuple[Line, ...]
     inputs: int
-    constants: dict[int, Any]
-    outputs: tuple[int, ...]
+    constants: dict[str, Any]
+    result: str
 
     def __call__(self, *inputs: Tensor) -> list[Any]:
         """It was written down in float64, and is done in the dtype of its first input."""
@@ -112,44 +128,23 @@ class Program:
         return found
 
     def __reduce__(self) -> Any:
-        return Program, (self.steps, self.inputs, self.constants, self.outputs)
+        return Program, (self.lines, self.inputs, self.constants, self.result)
 
     @functools.cached_property
     def _compiled(self) -> dict[Any, Callable[..., Any]]:
         return {}
 
     def _compile(self, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
-        """The steps as a function of Python, which takes half of the time of a loop over them."""
-        known: dict[str, Any] = {f"f{i}": _function(step.function) for i, step in enumerate(self.steps)}
-        for k, value in self.constants.items():
+        known: dict[str, Any] = {"ops": torch.ops}
+        for name, value in self.constants.items():
             if isinstance(value, Tensor):
                 value = value.to(device, dtype if value.dtype == torch.float64 else value.dtype)
-            known[_text(k)] = dtype if value is torch.float64 else value
-        lines = [f"def program({', '.join(map(_text, range(self.inputs)))}):"]
-        for i, (_, args, kwargs, into) in enumerate(self.steps):
-            given = [*map(_text, args), *(f"{name}={_text(k)}" for name, k in kwargs.items())]
-            lines.append(f" {_text(into)} = f{i}({', '.join(given)})")
-        exec("\n".join([*lines, f" return {_text(self.outputs)}"]), known)
-        self._compiled[device, dtype] = known["program"]
-        return known["program"]
+            known[name] = dtype if value is torch.float64 else device if isinstance(value, torch.device) else value
+        text = [f" {line.made} = ops.{line.function}({line.args})" for line in self.lines]
+        head = f"def program({', '.join(f'v{k}' for k in range(self.inputs))}):"
+        exec("\n".join([head, *text, f" return {self.result}"]), known)
+        return self._compiled.setdefault((device, dtype), known["program"])
 
 
-def _text(place: Place) -> str:
-    return f"v{place}" if isinstance(place, int) else f"[{', '.join(map(_text, place))}]"
-
-
-def _where(t: Tensor) -> Any:
+def _place(t: Tensor) -> Any:
     return key_of(t), t.dtype, *geometry(t)
-
-
-def _flat(place: Any) -> Iterator[int]:
-    if isinstance(place, int):
-        yield place
-    else:
-        for part in place:
-            yield from _flat(part)
-
-
-@functools.cache
-def _function(name: str) -> Any:
-    return functools.reduce(getattr, name.split("."), torch.ops)

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,21 @@ from gspace.analysis.forward import (
     untouched,
     unwrap,
 )
+from gspace.analysis.memory import key_of
 from gspace.analysis.operations import PATHS
 from gspace.analysis.run import called
-from gspace.analysis.sums import Power, Sums, merged, power
+from gspace.analysis.sums import Sums, power
 from gspace.analysis.tape import Program, Tape
 from gspace.sharding import any_sharded, whole, whole_copy
 
 __all__ = ["PathError", "PathGraph", "PathKappa", "Power", "as_input_of", "path_graph", "path_kappa"]
+
+
+class Power(NamedTuple):
+    """A sum of |v|^p: value · 2^exponent. None stands for 0."""
+
+    value: Tensor
+    exponent: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,6 @@ class PathGraph:
         """The same of given powers and buffers; what the model writes into a buffer is written there."""
         device = inputs[0].device if inputs else torch.device("cpu")
         total, exponent = self.program(torch.full((), float(p), dtype=torch.float64, device=device), *inputs)
-        assert total is not None
         return Power(total / self.samples if self.samples > 1 else total, exponent)
 
 
@@ -85,8 +92,8 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
         TraceError: The model does not take the example, or none could be guessed.
 
     >>> graph = path_graph(nn.Linear(3, 2, bias=False))
-    >>> [step.function for step in graph.program.steps]
-    ['aten.pow.Tensor_Tensor', 'aten.permute.default', 'aten.matmul.default', 'aten.sum.default']
+    >>> [line.function for line in graph.program.lines]
+    ['aten.pow.Tensor_Tensor', 'aten.t.default', 'aten.matmul.default', 'aten.sum.default']
     """
     inner = unwrap(model)
     refuse(inner)
@@ -123,22 +130,20 @@ def _run(model: nn.Module, inner: nn.Module, batch: Inputs, samples: int) -> Pat
     held = {name: t for name, t in named.items() if t.layout is torch.strided and t.numel()}
     device = next((t.device for t in held.values()), torch.device("cpu"))
     sums = Sums(PATHS, torch.tensor(2.0, dtype=torch.float64, device=device))
-    example: Any = tree_map_only(Tensor, lambda t: t.detach().clone(), batch)
-    inputs = [t for t in tree_leaves(example) if isinstance(t, Tensor)]
     with sums.tape:
-        entered = [(t, sums.tape.enter(power(t, 2) if isinstance(t, nn.Parameter) else t)) for t in held.values()]
-        for t, values in entered:
-            if values is not t:
-                sums.write(t, Power(values))
-        for t in inputs:
-            sums.write(t, sums.constant(torch.ones(t.shape, dtype=torch.float64, device=device)))
-        sums.given(inputs)
+        for name, t in held.items():
+            if isinstance(t, nn.Parameter):  # put back by `untouched`
+                t.data = sums.mark(sums.tape.enter(power(t, 2)))
+                sums.parameters[key_of(t)] = name
+            else:
+                sums.tape.enter(t)
+        example: Any = tree_map_only(Tensor, sums.input, batch)
         out = called(sums, inner, example)
-        outputs = [t for t in tensors_in(out) if t in sums.memory]
+        outputs = [t for t in tensors_in(out) if t in sums.scales]
         if not any(map(sums.is_activation, outputs)):
             raise PathError("no output of the model depends on its input")
-        total = merged(lambda *xs: functools.reduce(torch.add, [x.sum() for x in xs]), *map(sums.read, outputs))
-    program = sums.tape.program(1 + len(held), total[:2])
+        total = sums.merged(lambda *xs: functools.reduce(torch.add, [x.sum() for x in xs]), *outputs)
+    program = sums.tape.program(1 + len(held), [total, sums.scales[key_of(total)].exponent])
     own = unwrap(model)  # what was run may be a copy
     sources = [(own.get_submodule(path), last) for path, _, last in (name.rpartition(".") for name in held)]
     return PathGraph(model, sources, program, samples)
@@ -188,7 +193,7 @@ def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> PathKappa:
             total = graph.sum_of(2, inputs)
             scale = one if total.exponent is None else torch.exp2(total.exponent)
             at = [leaves[id(p)] for p in parameters]
-            found = torch.autograd.grad(total.values, at, scale, allow_unused=True) if at else ()
+            found = torch.autograd.grad(total.value, at, scale, allow_unused=True) if at else ()
             factors = [[] if k is None else _factors(tape, k) for k in found]
             outputs = [f.detach() for fs in factors for f in fs]
             rows = [f.t() if f.dim() == 2 and f.shape[1] == 1 else f.reshape(1, -1) for f in outputs if f.numel()]
@@ -207,17 +212,11 @@ def _squares(held: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> list
     return [next(squares) if is_weight else t.clone() for t, is_weight in zip(found, mine, strict=True)]
 
 
-TURNS = ("aten.t.default", "aten.permute.default", "aten.transpose.int")
-
-
 def _factors(tape: Tape, kappa: Tensor) -> list[Tensor]:
     """A column and a row if it was made of them, as that of a linear layer y = x·W of one row: x and ∂Σ/∂y."""
-    step = tape.maker(kappa)
-    if step is None or kappa.dim() != 2:
-        return [kappa]
-    args = [tape.values[k] for k in step.args if isinstance(k, int)]
-    if step.function == "aten.mm.default" and args[0].shape[1] == 1:
+    function, args = tape.maker(kappa)
+    if function == "aten.mm.default" and args[0].shape[1] == 1:
         return list(args)
-    if step.function in TURNS and args[0].shape == kappa.shape[::-1] and args[0].stride() == kappa.stride()[::-1]:
+    if function == "aten.t.default":
         return [f.t() for f in reversed(_factors(tape, args[0]))]
     return [kappa]
