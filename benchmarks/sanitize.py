@@ -68,7 +68,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 STEPS: dict[str, dict[str, Any]] = {  # of GSGD
     "plain": {},
-    "momentum, decay": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "batch_norm": "paper"},
+    "momentum, decay": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     "dampening, no guards": {"momentum": 0.8, "dampening": 0.1, "max_ratio": float("inf"), "max_drift": float("inf")},
     "spread, maximize": {"allocation": "spread", "momentum": 0.9, "maximize": True},
     "clipped": {"max_path_grad_norm": 0.3, "weight_decay": 0.1},

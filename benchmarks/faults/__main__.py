@@ -1,6 +1,6 @@
 """What is lost, and what is said, when files fail, processes die and bytes change?
 
-    gspace bench faults --out results/faults.json        # about half an hour
+    gspace bench faults --out results/faults.json        # three quarters of an hour; see --loops
 
 Three loops, through the command line: ENOSPC, EIO and SIGKILL before, inside and behind every file operation of a run;
 random faults over one long run; damage to every kind of file that is read. The record has what was tried, and held.
@@ -29,6 +29,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     import gspace
     from benchmarks.faults import loops
     from gspace.lab.cli import COMMANDS
+    from gspace.lab.record import commit
 
     torch.set_num_threads(1)
     for name in ("mappings", "report", "train"):  # so that children need not
@@ -41,7 +42,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "loops": json.loads(args.out.read_text())["loops"] if args.out is not None and args.out.exists() else {},
+        "loops": {},
     }
     run = {
         "operations": lambda: loops.every_operation(work, step=args.step),
@@ -50,7 +51,8 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     }
     for name in args.loops:
         start = time.monotonic()
-        record["loops"][name] = {**run[name]().record(), "seconds": round(time.monotonic() - start)}
+        at = {"commit": commit()}
+        record["loops"][name] = {**run[name]().record(), "seconds": round(time.monotonic() - start), **at}
     return record
 
 
@@ -60,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--step", type=int, default=1, help="a fault at every operation, or at each of so many")
     parser.add_argument("--faults", type=int, default=2000, help="in the long run")
     parser.add_argument("--damages", type=int, default=500, help="of files")
-    parser.add_argument("--out", type=Path, help="where the record goes; loops that are not run stay in it")
+    parser.add_argument("--out", type=Path, help="where the record goes; loops that others have written stay in it")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="gspace-faults-") as folder:
         work = Path(folder)
@@ -69,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
             command = [sys.executable, str(Path(__file__).resolve()), *(sys.argv[1:] if argv is None else argv)]
             return os.spawnve(os.P_WAIT, sys.executable, command, environment)
         record = measure(args, work)
+    if args.out is not None and args.out.exists():  # as it is now: other loops may have run beside these
+        record["loops"] = {**json.loads(args.out.read_text())["loops"], **record["loops"]}
     text = json.dumps(record, indent=1) + "\n"
     if args.out is not None:
         args.out.write_text(text)

@@ -190,8 +190,8 @@ class Run:
         self.sync()
         buffer = io.BytesIO()
         torch.save(dict(state), buffer)
-        payload = buffer.getbuffer()
-        write_atomic(self.folder / CHECKPOINT, _MAGIC, hashlib.sha256(payload).digest(), payload)
+        with buffer.getbuffer() as payload:  # one left in a traceback crashes Python 3.12 at its end
+            write_atomic(self.folder / CHECKPOINT, _MAGIC, hashlib.sha256(payload).digest(), payload)
 
     def load(self) -> dict[str, Any] | None:
         """The checkpoint, on the CPU; None if there is none yet. It names its kind and, as members, its runs."""
