@@ -33,7 +33,6 @@ import gspace
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SUMMARY = re.compile(r"SUMMARY: (\d+) ")
-KERNELS = ("walk_pass", "flow_pass", "fold_pass", "roots_pass", "units_pass", "update_pass")
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -149,7 +148,7 @@ def variants() -> dict[str, int]:
     """How many versions of each kernel were compiled, and so launched."""
     from gspace.optim.fast import kernels
 
-    return {k: sum(len(cache[0]) for cache in getattr(kernels, k).device_caches.values()) for k in KERNELS}
+    return {k: sum(len(cache[0]) for cache in getattr(kernels, k).device_caches.values()) for k in kernels.__all__}
 
 
 def plant() -> None:
