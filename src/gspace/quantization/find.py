@@ -6,8 +6,7 @@ group of units, the boxes of each parameter in which they lie along one dimensio
 
 from collections.abc import Container, Iterator, Sequence
 from collections.abc import Mapping as Table
-from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +21,6 @@ from gspace.quantization.mapping import Hook, Mapping, Mappings, Side
 from gspace.sharding import refuse_sharded
 
 KINDS = ("attention", "gate", "relu")  # what a scale goes through, the first that applies
-
-
-class Box(NamedTuple):
-    """Entries of a parameter that scale with units of one group, and whether it reads them as an input."""
-
-    group: int
-    side: Side
-    reads: bool
 
 
 def mappings(
@@ -68,61 +59,42 @@ def examined(model: nn.Module, example_input: Inputs | None, analysis: Analysis 
 
 def _mappings(model: nn.Module, found: Analysis) -> Mappings:
     total = found.H + found.H_absorbed
-    member = torch.full((total + 1,), -1)
-    for k, listed in enumerate(members(found.edges, found.H, total, found.forms).values()):
-        member[listed] = k
-    member[found.H + 1 :] = -1  # a scale that a norm absorbs is exact only without its ε
-    parameters = dict(model.named_parameters())
-    boxes: dict[int, list[Box]] = {}
-    place = _places(member)
+    named = members(found.edges, found.H, total, found.forms).items()
+    groups = [units for group, units in named if group.kind == "exact"]  # what a norm absorbs has its ε in the way
+    member, place = torch.full((2, 1 + total), -1)
+    for k, units in enumerate(groups):
+        member[units], place[units] = k, torch.arange(len(units))
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules(remove_duplicate=False))
+    boxes: list[list[tuple[Side, bool]]] = [[] for _ in groups]
     for e in found.edges:
-        for box in _boxes(e, tuple(parameters[e.name].shape), found, member, place):
-            boxes.setdefault(box.group, []).append(box)
-    units = [torch.zeros(0, dtype=torch.long)] if not total else list(_members(member))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    made = [_mapping(modules, parameters, found, units[k], listed) for k, listed in sorted(boxes.items())]
+        for k, side, reads in _boxes(e, tuple(parameters[e.name].shape), found, member, place):
+            boxes[k].append((side, reads))
+    made = [_mapping(modules, parameters, found, *group) for group in zip(groups, boxes, strict=True)]
     return Mappings(m for m in made if m is not None)
-
-
-def _members(member: Tensor) -> Iterator[Tensor]:
-    order = member.argsort(stable=True)
-    order = order[member[order] >= 0]
-    yield from order.split(member[order].bincount().tolist())
-
-
-def _places(member: Tensor) -> Tensor:
-    """The number of each unit within its group."""
-    place = torch.zeros_like(member)
-    if bool((member >= 0).any()):
-        for units in _members(member):
-            place[units] = torch.arange(len(units))
-    return place
 
 
 def _mapping(
     modules: Table[str, nn.Module],
     parameters: Table[str, Tensor],
     found: Analysis,
-    units: Tensor,
-    boxes: Sequence[Box],
+    units: Sequence[int],
+    boxes: Sequence[tuple[Side, bool]],
 ) -> Mapping | None:
-    sources = [b.side for b in boxes if b.side.exponent > 0]
-    sinks = [b.side for b in boxes if b.side.exponent < 0]
+    sources, sinks = (tuple(side for side, _ in boxes if side.exponent * way > 0) for way in (1, -1))
     writers, readers = (
         tuple(dict.fromkeys(layer(s.parameter, parameters) for s in sides)) for sides in (sources, sinks)
     )
     if not writers or not readers:
         return None
-    first = int(units[0])
-    through = [kind for kind in KINDS if first in found.passes.get(kind, ())]
-    if not all(b.reads for b in boxes if b.side.exponent < 0):
+    if not all(reads for side, reads in boxes if side.exponent < 0):
         kind = "query-key"
     elif all(parameters[s.parameter].dim() == 1 for s in sources):
         kind = "norm"
     else:
-        kind = through[0] if through else "linear"
+        kind = next((kind for kind in KINDS if units[0] in found.passes.get(kind, ())), "linear")
     hook = None if kind == "query-key" else _hook(modules, kind, writers, sinks, parameters)
-    return Mapping(writers[0], readers, len(units), kind, tuple(sources), tuple(sinks), hook, writers, short(units))
+    numbers = short(torch.tensor(units))
+    return Mapping(writers[0], readers, len(units), kind, sources, sinks, hook, writers, numbers)
 
 
 def layer(parameter: str, names: Container[str]) -> str:
@@ -145,14 +117,11 @@ def _hook(
         module = modules.get(name)
         if module is None:
             continue
-        by_channel = not isinstance(module, _ConvNd) or module.groups == 1 or _depthwise(module)
-        if by_channel and (side.dim == 0 or all(s == slice(None) for s in side.slice[:1])):
+        grouped = isinstance(module, _ConvNd) and module.groups > 1
+        depthwise = grouped and module.groups == module.in_channels == module.out_channels
+        if (depthwise or not grouped) and (side.dim == 0 or all(s == slice(None) for s in side.slice[:1])):
             return Hook(name, "input")
     return None
-
-
-def _depthwise(module: _ConvNd) -> bool:
-    return module.groups == module.in_channels == module.out_channels
 
 
 def channel_dim(module: nn.Module) -> int:
@@ -163,7 +132,10 @@ def channel_dim(module: nn.Module) -> int:
 # Boxes ----------------------------------------------------------------------------------------------------------------
 
 
-def _boxes(e: Edges, shape: tuple[int, ...], found: Analysis, member: Tensor, place: Tensor) -> Iterator[Box]:
+def _boxes(
+    e: Edges, shape: tuple[int, ...], found: Analysis, member: Tensor, place: Tensor
+) -> Iterator[tuple[int, Side, bool]]:
+    """Groups of units, entries of a parameter that scale with them, and whether it reads them as an input."""
     total = found.H + found.H_absorbed
     single = e.head.numel() == torch.Size(shape).numel() and len(shape) > 1
     for ids, sign in zip(_ids(e, shape), (1, -1), strict=True):
@@ -175,7 +147,7 @@ def _boxes(e: Edges, shape: tuple[int, ...], found: Analysis, member: Tensor, pl
                     here = (groups == k) & (powers * way > 0)
                     if bool(here.any()):
                         for side in _sides(e, shape, torch.where(here, place[units], -1), powers * sign):
-                            yield Box(k, side, reads)
+                            yield k, side, reads
 
 
 def _ids(e: Edges, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -200,19 +172,13 @@ def _terms(ids: Tensor, total: int, forms: Any) -> Iterator[tuple[Tensor, Tensor
     if int(ids.max()) <= total:
         yield ids, torch.ones(1, dtype=torch.float64)
         return
-    present = ids.unique()
-    behind = [i for i in present.tolist() if i > total]
-    longest = max([1, *(len(forms[i]) for i in behind)])
-    top = int(present.max()) + 1
-    for k in range(longest):
-        units, powers = torch.zeros(top, dtype=torch.long), torch.zeros(top, dtype=torch.float64)
-        if k == 0:
-            units[: total + 1] = torch.arange(min(top, total + 1))
-            powers[: total + 1] = 1
+    top = int(ids.max()) + 1
+    behind = [i for i in ids.unique().tolist() if i > total]
+    for k in range(max(len(forms[i]) for i in behind)):
+        units, powers = torch.arange(top), torch.full((top,), float(k == 0), dtype=torch.float64)
         for i in behind:
-            if k < len(forms[i]):
-                unit, power = forms[i][k]
-                units[i], powers[i] = unit, float(Fraction(power))
+            unit, power = forms[i][k] if k < len(forms[i]) else (0, 0)
+            units[i], powers[i] = unit, float(power)
         yield units[ids], powers[ids]
 
 

@@ -199,16 +199,13 @@ def _by_channel(m: Mapping, sides: Sequence[Side], values: Sequence[Tensor]) -> 
 
 
 def _batches(batches: Any) -> list[Inputs]:
-    if isinstance(batches, (Tensor, Table)):
-        return [batches]
-    if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
+    if not isinstance(batches, Iterable):
         raise TypeError(f"batches is a list of inputs of the model, got {type(batches).__name__}")
-    listed = list(batches)
+    listed = [batches] if isinstance(batches, (Tensor, Table)) else list(batches)
     if not listed:
         raise ValueError("batches is empty: no activation to take a maximum of")
     for batch in listed:
-        if not isinstance(batch, (Tensor, tuple, list, Table)):
-            raise TypeError(f"a batch is a tensor, a tuple of arguments or a dict, got {type(batch).__name__}")
+        arguments(batch)  # refuses what is no batch
     return listed
 
 
