@@ -8,7 +8,7 @@ step.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,16 +132,14 @@ class Gathered(Mapping[str, Tensor]):
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = dict(reshard(model).named_parameters())
-        self.last: tuple[str, Tensor] | None = None
+        self.last: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         p = self.parameters[name]
-        if not is_sharded(p):
-            return p
-        if self.last is None or self.last[0] != name:
-            self.last = None
-            self.last = name, whole(p.detach())
-        return self.last[1]
+        if is_sharded(p) and name not in self.last:
+            self.last = {}  # before the next is gathered
+            self.last = {name: whole(p.detach())}
+        return self.last[name] if is_sharded(p) else p
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parameters)
@@ -174,42 +172,39 @@ def pieces(edges: Sequence[Edges], weights: Mapping[str, Tensor]) -> tuple[list[
     """What of these parameters is here and counts, as edges and as values; and the sum over processes."""
     if not isinstance(weights, Gathered):
         return list(edges), [weights[e.name] for e in edges], alone
-    found, parts, together = [], [], meshes(weights.parameters)
+    found, parts, widest = [], [], widest_mesh(weights.parameters)
     for e in edges:
         p = weights.parameters[e.name]
         mine, here = edges_here(e, p), local(p.detach())
-        if not together.counts(p):
+        if not counts(widest, p):
             mine, here = mine.part(here.shape, 0, 0, 0), here[:0]
         found.append(mine)
         parts.append(here)
-    return found, parts, Together(together.widest, torch.float64)
+    return found, parts, Together(widest, torch.float64)
 
 
 def whole_copy(model: nn.Module) -> nn.Module:
     """The same modules with whole parameters, and without the hooks that gather and divide; to be run, not trained."""
     weights = Gathered(model)
-    made: dict[int, nn.Module] = {}
-    tensors: dict[int, nn.Parameter] = {}
+    made: dict[int, Any] = {}
 
-    def parameter(p: nn.Parameter | None, name: str) -> nn.Parameter | None:
-        if p is not None and id(p) not in tensors:
-            tensors[id(p)] = p if not is_sharded(p) else nn.Parameter(weights[name], p.requires_grad)
-        return None if p is None else tensors[id(p)]
+    def parameter(p: nn.Parameter, name: str) -> nn.Parameter:
+        if id(p) not in made:
+            made[id(p)] = nn.Parameter(weights[name], p.requires_grad) if is_sharded(p) else p
+        return made[id(p)]
 
     def module(m: nn.Module, prefix: str) -> nn.Module:
         if id(m) in made:
             return made[id(m)]
         kind: Any = class_of(m)
         twin = made[id(m)] = kind.__new__(kind)
-        vars(twin).update(vars(m))
-        vars(twin)["_parameters"] = {k: parameter(p, prefix + k) for k, p in m._parameters.items()}
-        vars(twin)["_buffers"] = {k: None if b is None else local(b).clone() for k, b in m._buffers.items()}
+        old, new = vars(m), vars(twin)
+        new.update(old)
+        new["_parameters"] = {k: None if p is None else parameter(p, prefix + k) for k, p in m._parameters.items()}
+        new["_buffers"] = {k: None if b is None else local(b).clone() for k, b in m._buffers.items()}
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):
-            kept = {k: h for k, h in vars(m)[hooks].items() if not _is_torchs(h)}
-            vars(twin)[hooks] = type(vars(m)[hooks])(kept)
-        vars(twin)["_modules"] = {
-            k: None if child is None else module(child, f"{prefix}{k}.") for k, child in m._modules.items()
-        }
+            new[hooks] = type(old[hooks])({k: h for k, h in old[hooks].items() if not _is_torchs(h)})
+        new["_modules"] = {k: None if n is None else module(n, f"{prefix}{k}.") for k, n in m._modules.items()}
         return twin
 
     return module(model, "")
@@ -224,25 +219,8 @@ def _is_torchs(hook: Any) -> bool:
 # How ranks meet -------------------------------------------------------------------------------------------------------
 
 
-class Meshes(NamedTuple):
-    """The mesh of all processes that share a model; others are parts of it."""
-
-    widest: Any
-
-    def counts(self, p: Any) -> bool:
-        """Whether this process, of all that hold the same part of p, is the one that counts."""
-        at: Sequence[int] = self.widest.get_coordinate()
-        if not is_sharded(p):
-            return not any(at)
-        mesh, placements = p.device_mesh, p.placements
-        if mesh == self.widest:
-            return not any(k and s.is_replicate() for k, s in zip(at, placements, strict=True))
-        sharded = {name for name, s in zip(mesh.mesh_dim_names, placements, strict=True) if not s.is_replicate()}
-        return not any(k and name not in sharded for k, name in zip(at, self.widest.mesh_dim_names, strict=True))
-
-
-def meshes(parameters: Mapping[str, Tensor]) -> Meshes:
-    """Where parameters live, some of which are sharded.
+def widest_mesh(parameters: Mapping[str, Tensor]) -> Any:
+    """The mesh of all processes that share these parameters, some of which are sharded; others are parts of it.
 
     Raises:
         ValueError: Parameters are on meshes that are not parts of one, or are not placed by shards and copies.
@@ -255,11 +233,29 @@ def meshes(parameters: Mapping[str, Tensor]) -> Meshes:
                 raise ValueError(f"parameter {name!r} is a sum over processes ({tensor.placements}), not a value")
             found += [tensor.device_mesh] if tensor.device_mesh not in found else []
     widest = max(found, key=lambda mesh: mesh.size())
-    names = widest.mesh_dim_names or ()
     for mesh in found:
-        if mesh != widest and not (mesh.mesh_dim_names and set(mesh.mesh_dim_names) <= set(names)):
+        if mesh != widest and not (mesh.mesh_dim_names and {*mesh.mesh_dim_names} <= {*(widest.mesh_dim_names or ())}):
             raise ValueError(f"parameters are on two meshes, {widest} and {mesh}: one must be a part of the other")
-    return Meshes(widest)
+    return widest
+
+
+def counts(widest: Any, p: Any) -> bool:
+    """Whether this process, of all that hold the same part of p, is the one that counts."""
+    at: Sequence[int] = widest.get_coordinate()
+    if not is_sharded(p):
+        return not any(at)
+    mesh, placements = p.device_mesh, p.placements
+    if mesh == widest:
+        return not any(k and s.is_replicate() for k, s in zip(at, placements, strict=True))
+    sharded = {name for name, s in zip(mesh.mesh_dim_names, placements, strict=True) if not s.is_replicate()}
+    return not any(k and name not in sharded for k, name in zip(at, widest.mesh_dim_names, strict=True))
+
+
+def _groups(mesh: Any) -> list[Any]:
+    """Groups in which all processes of a mesh meet, one after the other; None is everybody."""
+    import torch.distributed as dist
+
+    return [None] if mesh.size() == dist.get_world_size() else [mesh.get_group(k) for k in range(mesh.ndim)]
 
 
 class Together:
@@ -273,8 +269,7 @@ class Together:
 
         self.dist, self.dtype, self.doubt = dist, dtype, ""
         self.error: type[Exception] = RuntimeError
-        everybody = mesh.size() == dist.get_world_size()
-        self.groups = [None] if everybody else [mesh.get_group(k) for k in range(mesh.ndim)]
+        self.groups = _groups(mesh)
         self.device = torch.device(mesh.device_type)  # not that of weights, if these are offloaded
 
     def __call__(self, sums: Tensor, asked: bool = False) -> Tensor:
@@ -305,14 +300,14 @@ def shared(parameters: Mapping[str, Tensor], value: Tensor) -> Tensor:
     """What the first of the processes that share parameters has: what each draws for itself differs."""
     if not any(map(is_sharded, parameters.values())):
         return value
-    mesh = meshes(parameters).widest
+    mesh = widest_mesh(parameters)
     return Together(mesh, torch.float64)(torch.zeros_like(value) if any(mesh.get_coordinate()) else value)
 
 
 def require(parameters: Mapping[str, Tensor], doubt: str) -> None:
     """Raises a ValueError on all processes that share parameters, if one of them has a doubt."""
     if any(map(is_sharded, parameters.values())):
-        together = Together(meshes(parameters).widest, torch.float64)
+        together = Together(widest_mesh(parameters), torch.float64)
         together.error = ValueError
         together.agree(doubt)
     elif doubt:
@@ -340,8 +335,7 @@ def require_copies(parameters: Mapping[str, Tensor], mesh: Any) -> None:
 
     names = list(parameters)
     mine = torch.tensor([(hash(box(p)), _mark(local(p))) for p in parameters.values()]).to(mesh.device_type)
-    everybody = mesh.size() == dist.get_world_size()
-    for group in [None] if everybody else [mesh.get_group(k) for k in range(mesh.ndim)]:
+    for group in _groups(mesh):
         size = dist.get_world_size(group)
         every = [torch.empty_like(mine) for _ in range(size)]
         dist.all_gather(every, mine, group=group)

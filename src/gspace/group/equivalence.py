@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Edges, analyzed, magnitude, require_module
+from gspace.analysis import Analysis, analyzed, magnitude, require_module
 from gspace.devices import on_cpu
-from gspace.group.scaling import Scales, balanced
+from gspace.group.scaling import Scales, balanced, factors
 from gspace.optim.arguments import number
 from gspace.sharding import weights_of
 
@@ -60,34 +60,31 @@ def are_equivalent(
     if a.keys() != b.keys():
         return Equivalence(False, f"only one of the models has {sorted(a.keys() ^ b.keys())[0]!r}")
     for name in a:
+        shapes = tuple(a[name].shape), tuple(b[name].shape)
         if a[name].is_complex() != b[name].is_complex():
             return Equivalence(False, f"{name} is complex in one of the models")
-        if a[name].shape != b[name].shape:
-            return Equivalence(
-                False, f"{name} has shape {tuple(a[name].shape)} in one and {tuple(b[name].shape)} in the other"
-            )
+        if shapes[0] != shapes[1]:
+            return Equivalence(False, f"{name} has shape {shapes[0]} in one and {shapes[1]} in the other")
     units = _solve(found, a, b)
     if not absorbed:
         units[1 + found.H :] = 0
     c, balance = found.log_scales(units).exp(), _balance(found, b)
-    factors = {e.name: (e, _factor(e, c), _factor(e, balance)) for e in found.edges}
+    edges = {e.name: e for e in found.edges}
     powers = {s.name: c[s.unit] ** s.power for s in found.statistics}
     for name in a:
         x, y = _comparable(a[name]), _comparable(b[name])
         size = y.abs()
-        if name in factors:
-            e, factor, share = factors[name]
+        if name in edges:
+            e = edges[name]
             x, y = e.view(x) + e.shift, e.view(y) + e.shift
-            factor, share = (f.reshape(*f.shape, *[1] * (x.dim() - 3)) for f in (factor, share))
-            x = x * factor
+            x, share = x * factors(e, c, x), factors(e, balance, y)
             size = (y * share).abs().amax() / share if y.numel() else y.abs()
         elif name in powers:
             x = x * powers[name]
         tolerance, least = _tolerance(b[name].dtype) if rtol is None else (rtol, 0.0)
-        right = x == y  # NaN agrees with nothing, and inf with itself alone
+        wrong = x != y  # NaN agrees with nothing, and inf with itself alone
         if tolerance:
-            right |= (x - y).isfinite() & ((x - y).abs() <= tolerance * size + least)
-        wrong = ~right
+            wrong &= ~((x - y).isfinite() & ((x - y).abs() <= tolerance * size + least))
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             return Equivalence(False, _difference(name, at, x[tuple(at)], y[tuple(at)]))
@@ -119,17 +116,12 @@ def _difference(name: str, at: list[int], x: Tensor, y: Tensor) -> str:
     return f"{signs}{name} {at} would be {would_be} but is {found}"
 
 
-def _factor(e: Edges, c: Tensor) -> Tensor:
-    """What the scales c make of the view of a parameter, `(group, out, in)`."""
-    return c[e.head][:, :, None] / c[e.tail][:, None, :]
-
-
 def _balance(found: Analysis, weights: dict[str, Tensor]) -> Tensor:
     """Scales of the balanced representative, for all ids; 1 where there is none, because weights are not finite."""
     sizes = {e.name: magnitude(weights[e.name].detach()).cpu() for e in found.edges}
-    if all(bool(w.isfinite().all()) for w in sizes.values()):
-        return found.log_scales(balanced(found, sizes)).exp()
-    return found.log_scales(torch.zeros(1 + found.H + found.H_absorbed, dtype=torch.float64, device="cpu")).exp()
+    finite = all(bool(w.isfinite().all()) for w in sizes.values())
+    one = torch.zeros(1 + found.H + found.H_absorbed, dtype=torch.float64, device="cpu")
+    return found.log_scales(balanced(found, sizes) if finite else one).exp()
 
 
 @on_cpu

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, analyzed
+from gspace.analysis import Analysis, Edges, analyzed
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
 from gspace.optim.arguments import number, require_seen, require_values
@@ -147,9 +147,7 @@ def _apply(model: nn.Module, analysis: Analysis, units: Tensor) -> None:
         if bool((c[e.head] != 1).any()) or bool((c[e.tail] != 1).any()):
             here = edges_here(e, parameters[e.name])
             view = here.view(local(parameters[e.name].detach()))
-            factor = c[here.head][:, :, None] / c[here.tail][:, None, :]
-            factor = factor.reshape(*factor.shape, *[1] * (view.dim() - 3)).to(view.device)
-            changes.append((e.name, view, factor, e.shift))
+            changes.append((e.name, view, factors(here, c, view), e.shift))
     for s in analysis.statistics:
         factor = c[s.unit] ** s.power
         if bool((factor != 1).any()):
@@ -158,6 +156,12 @@ def _apply(model: nn.Module, analysis: Analysis, units: Tensor) -> None:
     with torch.no_grad():
         for _, view, factor, shift in changes:
             view.copy_((view + shift) * factor - shift if shift else view * factor)
+
+
+def factors(e: Edges, c: Tensor, view: Tensor) -> Tensor:
+    """What the scales c of all ids make of the view of a parameter, to broadcast with it."""
+    factor = c[e.head][:, :, None] / c[e.tail][:, None, :]
+    return factor.reshape(*factor.shape, *[1] * (view.dim() - 3)).to(view.device)
 
 
 def _doubt(name: str, view: Tensor, factor: Tensor, shift: float) -> str:

@@ -58,16 +58,14 @@ class InvarianceTable:
 
     def __str__(self) -> str:
         """A Markdown table."""
-        head = (
-            "| optimizer | gap after 1 step | after all steps | function moved | loss, first → last |\n"
-            + "|---" * 5
-            + "|"
-        )
-        rows = (
-            f"| {name} | {g.gaps[1]:.1e} | {g.final:.1e} | {g.moved:.2g} | {g.losses[0]:.3g} → {g.losses[-1]:.3g} |"
-            for name, g in self.rows.items()
-        )
-        return "\n".join([head, *rows])
+        lines = [
+            "| optimizer | gap after 1 step | after all steps | function moved | loss, first → last |",
+            "|---" * 5 + "|",
+        ]
+        for name, g in self.rows.items():
+            loss = f"{g.losses[0]:.3g} → {g.losses[-1]:.3g}"
+            lines.append(f"| {name} | {g.gaps[1]:.1e} | {g.final:.1e} | {g.moved:.2g} | {loss} |")
+        return "\n".join(lines)
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
@@ -161,13 +159,8 @@ def compare_invariance(
     if not isinstance(optimizers, Mapping):
         raise TypeError(f"optimizers are functions that make one, by name, got {type(optimizers).__name__}")
     scales = random_scales(model, generator, analysis=found) if scales is None else scales
-    data = list(batches)
-    return InvarianceTable(
-        {
-            name: invariance_gap(make, model, data, scales, loss=loss, analysis=found)
-            for name, make in optimizers.items()
-        }
-    )
+    same: dict[str, Any] = {"batches": list(batches), "scales": scales, "loss": loss, "analysis": found}
+    return InvarianceTable({name: invariance_gap(make, model, **same) for name, make in optimizers.items()})
 
 
 # Balance -------------------------------------------------------------------------------------------------------------
@@ -292,8 +285,8 @@ class RatioStatistics:
         now = self._values()
         ratio, size = now / self._before, now.abs()
         self._before = now
-        row = (ratio.min(), ratio.median(), ratio.max(), size.min(), size.max())
-        self.history.append(tuple(float(x) for x in row))  # type: ignore[arg-type]
+        low, middle, high = float(ratio.min()), float(ratio.median()), float(ratio.max())
+        self.history.append((low, middle, high, float(size.min()), float(size.max())))
         return ratio
 
     def __str__(self) -> str:

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from gspace.optim.held import doubt_of_gradients
 from gspace.optim.step import Layer, part
-from gspace.sharding import Reduce, Together, alone, box, is_sharded, meshes, require_copies
+from gspace.sharding import Reduce, Together, alone, box, counts, is_sharded, require_copies, widest_mesh
 
 
 def divided(layers: Sequence[Layer], weights: Mapping[str, Tensor]) -> list[Layer]:
     """Of each layer what is here."""
     if not any(map(is_sharded, weights.values())):
         return list(layers)
-    found, places = [], meshes(weights)
+    found, widest = [], widest_mesh(weights)
     for layer in layers:
         p = weights[layer.edges.name]
         shape = list(p.shape)
@@ -23,13 +23,13 @@ def divided(layers: Sequence[Layer], weights: Mapping[str, Tensor]) -> list[Laye
             if (start, stop) != (0, shape[dim]):
                 layer = part(layer, shape, dim, start, stop)
                 shape[dim] = stop - start
-        found.append(replace(layer, counts=places.counts(p)))
+        found.append(replace(layer, counts=counts(widest, p)))
     return found
 
 
 def reduce_of(weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64) -> Reduce:
     """Sums over all processes that hold a part of these weights."""
-    return Together(meshes(weights).widest, dtype) if any(map(is_sharded, weights.values())) else alone
+    return Together(widest_mesh(weights), dtype) if any(map(is_sharded, weights.values())) else alone
 
 
 def require_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
@@ -37,7 +37,7 @@ def require_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
     mine = list(parameters)
     doubt = doubt_of_gradients(model, mine)
     if any(map(is_sharded, mine)):
-        Together(meshes(dict(model.named_parameters())).widest, torch.float32).agree(doubt)
+        Together(widest_mesh(dict(model.named_parameters())), torch.float32).agree(doubt)
     elif doubt:
         raise RuntimeError(doubt)
 
@@ -46,4 +46,4 @@ def require_alike(model: nn.Module) -> None:
     """Before something is chosen for good: copies of a parameter are copies."""
     weights = dict(model.named_parameters())
     if any(map(is_sharded, weights.values())):
-        require_copies(weights, meshes(weights).widest)
+        require_copies(weights, widest_mesh(weights))

@@ -135,11 +135,5 @@ def common(paths: Sequence[Sequence[str]]) -> int:
 
 
 def _plain(side: Side) -> dict[str, Any]:
-    return {
-        "parameter": side.parameter,
-        "dim": side.dim,
-        "slice": [[s.start, s.stop] for s in side.slice],
-        "exponent": side.exponent,
-        "offset": side.offset,
-        "channels": list(side.channels),
-    }
+    ends = [[s.start, s.stop] for s in side.slice]
+    return {**side._asdict(), "slice": ends, "channels": list(side.channels)}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Inputs, TraceError, unwrap
+from gspace.analysis.examples import first_line
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.group.balance import balanced_log_scales
 from gspace.group.scaling import Scales, rescale_
@@ -233,8 +234,5 @@ def _activations(model: nn.Module, chosen: Sequence[Mapping], batches: Sequence[
             try:
                 model(*args, **kwargs)
             except Exception as error:  # the forward pass is the user's and may raise anything
-                said = next(iter(str(error).splitlines()), "")
-                raise TraceError(
-                    f"the model does not accept a batch of `batches`: {type(error).__name__}: {said}"
-                ) from error
+                raise TraceError(f"the model does not accept a batch of `batches`: {first_line(error)}") from error
     return largest
