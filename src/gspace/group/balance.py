@@ -79,6 +79,7 @@ class Network:
 
     Attributes:
         stacks: Their parameters.
+        M: Ids from units.
         reduce: Adds up the sums of all processes that hold a part of them.
         layer: Number of the layer of every id, `(N,)`; 0 is ground.
         layers: How many there are.
@@ -86,6 +87,7 @@ class Network:
     """
 
     stacks: Sequence[Stack]
+    M: Forms
     reduce: Reduce
     layer: Tensor
     layers: int
@@ -151,14 +153,11 @@ def balanced_log_scales(
     if fixed is not None:
         free &= ~fixed.to(device)
     edges, here = ([replace(e, head=e.head.to(device), tail=e.tail.to(device)) for e in some] for some in (edges, here))
-    movable = M.spread(free.double()) != 0
-    movable[n:] = True
-    joins = [k for k, e in enumerate(edges) if bool(movable[e.head].any() | movable[e.tail].any())]
+    moves = torch.cat([free, free.new_ones(M.ids - n)])
+    joins = [k for k, e in enumerate(edges) if bool(moves[e.head].any() | moves[e.tail].any())]  # else constant in F
     if not joins:
         return u
     edges, here, parts = [edges[k] for k in joins], [here[k] for k in joins], [parts[k] for k in joins]
-    # Beyond the rounding of the weights, digits of a scale mean nothing.
-    goal = 1e-13 if any(w.dtype == torch.float64 for w in parts) else 1e-6
     strength = [_strength(e, w) for e, w in zip(here, parts, strict=True)]
     for e, a in zip(edges, strength, strict=True):
         if not bool(a.sum().isfinite()):
@@ -167,36 +166,40 @@ def balanced_log_scales(
     unit = torch.cat([unit, unit.new_zeros(M.ids - n)])
     live = live_units([_renamed(e, unit) for e in here], strength, n, reduce)[unit]
     free &= live[:n]
-    edges_of_layers = [_renamed(e, unit) for e in edges]
-    layer = layers(edges_of_layers, torch.cat([free & plain, live.new_zeros(M.ids - n)]))
+    edges = [_renamed(e, unit) for e in edges]
+    layer = layers(edges, torch.cat([free & plain, live.new_zeros(M.ids - n)]))
     count = int(layer.max()) + 1
-    links = torch.cat([_keys(layer, count, e.head, e.tail).unique() for e in edges_of_layers]).unique()
-    net = Network(_stacked(here, strength, live), reduce, layer, count, links)
+    links = torch.cat([_keys(layer, count, e.head, e.tail).unique() for e in edges]).unique()
+    net = Network(_stacked(here, strength, live), M, reduce, layer, count, links)
     del strength
     for _ in range(12):  # damped fixed-point sweeps: in log scale, so that factors of any size shrink geometrically
-        into, out = sides(net, M.spread(u))[:, :n]
+        into, out = sides(net, u)[:, :n]
         change = torch.where(free & plain, 0.25 * (out.log() - into.log()), 0)
         u = u + change
         if not float(change.abs().max()) > 1e-3:
             break
-    u = _layers_balanced(net, M, u)
-    both = sides(net, M.spread(u))
-    free &= (M.pulls(both, n) > 0).all(0)
+    # Beyond the rounding of the weights, digits of a scale mean nothing.
+    return _newton(net, _layers_balanced(net, u), free, 1e-13 if any(w.dtype == torch.float64 for w in parts) else 1e-6)
+
+
+def _newton(net: Network, u: Tensor, free: Tensor, goal: float) -> Tensor:
+    """Minimizes F by Newton's method, until its gradient is `goal` of what pulls a unit either way."""
+    both, n = sides(net, u), len(u)
+    free = free & (net.M.pulls(both, n) > 0).all(0)
     for _ in range(100):
-        into, out = M.pulls(both, n)
+        into, out = net.M.pulls(both, n)
         gradient, total = torch.where(free, into - out, 0), torch.where(free, into + out, 1)
         error = float((gradient.abs() / total).max())
-        condition = two_level(net, total, layer_links(net, M.spread(u)))
-        product = partial(hessian, net, M, M.spread(u), both.sum(0), free)
+        condition, product = two_level(net, u, total), partial(hessian, net, u, both.sum(0), free)
         # Newton's own next error is of the order error²: digits beyond it, or beyond six a step, would be wasted.
         step = conjugate_gradients(product, -gradient, condition, min(max(error, 1e-6), 0.1))
         # F is a sum of exponentials: a step of at most 1 in log scale keeps Newton's quadratic model honest.
         step = step / step.abs().max().clamp(min=1)
         slope, value, t = float(gradient @ step), float(both[0].sum()) / 2, 1.0
-        both = sides(net, M.spread(u + step))
+        both = sides(net, u + step)
         while t > 1e-6 and float(both[0].sum()) / 2 > value + 1e-4 * t * slope + 1e-14 * value:
             t /= 2
-            both = sides(net, M.spread(u + t * step))
+            both = sides(net, u + t * step)
         u = u + t * step
         if not error >= goal:  # after one more step: along slow directions u is less exact than its gradient
             break
@@ -206,11 +209,9 @@ def balanced_log_scales(
 def _forms(forms: Mapping[int, Form], n: int, device: torch.device) -> tuple[Forms, Tensor]:
     """M, and the units that are in no form."""
     terms = [(node, unit, float(c)) for node, form in forms.items() for unit, c in form]
-    ids, units, coefficients = zip(*terms, strict=True) if terms else ((), (), ())
-    at, of = (torch.tensor(numbers, dtype=torch.long, device=device) for numbers in (ids, units))
-    plain = torch.ones(n, dtype=torch.bool, device=device).index_fill_(0, of, False)
-    M = Forms(max([n, *(node + 1 for node in forms)]), at, of, torch.tensor(coefficients, device=device).double())
-    return M, plain
+    node, unit, coefficient = torch.tensor(terms, dtype=torch.float64, device=device).reshape(-1, 3).unbind(1)
+    plain = torch.ones(n, dtype=torch.bool, device=device).index_fill_(0, unit.long(), False)
+    return Forms(1 + max([n - 1, *forms]), node.long(), unit.long(), coefficient), plain
 
 
 def _renamed(e: Edges, unit: Tensor) -> Edges:
@@ -291,40 +292,39 @@ def flows(net: Network, x: Tensor, d: Tensor) -> Tensor:
     return torch.stack([_gather(len(x), heads, up), _gather(len(x), tails, down)])
 
 
-def sides(net: Network, x: Tensor) -> Tensor:
+def sides(net: Network, u: Tensor) -> Tensor:
     """‖incoming‖² and ‖outgoing‖² of every id, `(2, N)`; either adds up to 2F, ground included."""
-    return net.reduce(flows(net, x, torch.ones_like(x)))
+    return net.reduce(flows(net, net.M.spread(u), torch.ones_like(net.layer, dtype=u.dtype)))
 
 
-def hessian(net: Network, M: Forms, x: Tensor, total: Tensor, free: Tensor, d: Tensor) -> Tensor:
+def hessian(net: Network, u: Tensor, total: Tensor, free: Tensor, d: Tensor) -> Tensor:
     """MᵀAMd, `(n,)`, 0 where a unit is not free.
 
     (Ax)_i = 2Σ over the edges at i of E·(x_i − x[other end]), and `total` = ΣE.
     """
-    moved = M.spread(d)
-    change = 2 * (total * moved - net.reduce(flows(net, x, moved).sum(0)))
-    return torch.where(free, M.collect(change, len(d)), 0)
+    x = net.M.spread(d)
+    change = 2 * (total * x - net.reduce(flows(net, net.M.spread(u), x).sum(0)))
+    return torch.where(free, net.M.collect(change, len(d)), 0)
 
 
-def layer_links(net: Network, x: Tensor) -> Tensor:
+def layer_links(net: Network, u: Tensor) -> Tensor:
     """Energy of all edges that join each pair of `links`."""
-    keys, parts = [], []
+    keys, parts, x = [], [], net.M.spread(u)
     for s in net.stacks:
         p, q = _factors(s, x)
         keys.append(_keys(net.layer, net.layers, s.head, s.tail).reshape(-1))
         if len(keys[-1]) == s.head.numel():
             parts.append(p * _products(s, q, p)[0])
         else:
-            parts.append(
-                p * (s.strength if s.strength.dtype == torch.float64 else s.strength.double().square_()) * q.mT
-            )
+            a = s.strength if s.strength.dtype == torch.float64 else s.strength.double().square_()
+            parts.append(p * a * q.mT)
     return net.reduce(_gather(len(net.links), [torch.searchsorted(net.links, torch.cat(keys))], parts))
 
 
 # Layers as wholes -----------------------------------------------------------------------------------------------------
 
 
-def _layers_balanced(net: Network, M: Forms, u: Tensor) -> Tensor:
+def _layers_balanced(net: Network, u: Tensor) -> Tensor:
     """u with each layer scaled as a whole so that the layers are balanced.
 
     Newton's method, here on the logarithms: with E the links between layers,
@@ -335,7 +335,7 @@ def _layers_balanced(net: Network, M: Forms, u: Tensor) -> Tensor:
     of exponentials, needs a step for each factor e. It is only a start, and taken only if F falls.
     """
     count, k, l = net.layers, net.links // net.layers, net.links % net.layers
-    energy, y = layer_links(net, M.spread(u)), u.new_zeros(count)
+    energy, y = layer_links(net, u), u.new_zeros(count)
     for _ in range(20):
         E = energy * (2 * (y[k] - y[l])).exp()
         into, out = _gather(count, [k], [E]), _gather(count, [l], [E])
@@ -344,11 +344,11 @@ def _layers_balanced(net: Network, M: Forms, u: Tensor) -> Tensor:
             break
         y[1:] -= solver(torch.full_like(y, 4), k, l, -2 * E / into[k], -2 * E / out[l])(f[1:])
     moved = u + y[net.layer[: len(u)]]
-    before, after = (float(sides(net, M.spread(at))[0].sum()) for at in (u, moved))
+    before, after = (float(sides(net, at)[0].sum()) for at in (u, moved))
     return moved if after < before else u
 
 
-def two_level(net: Network, total: Tensor, energy: Tensor) -> Callable[[Tensor], Tensor]:
+def two_level(net: Network, u: Tensor, total: Tensor) -> Callable[[Tensor], Tensor]:
     """The preconditioner r ↦ D⁻¹r + P(PᵀAP)⁻¹Pᵀr of the Hessian A.
 
     D is the diagonal of A and P copies a value per layer to its units, so PᵀAP is the Hessian of the layers as wholes.
@@ -356,6 +356,7 @@ def two_level(net: Network, total: Tensor, energy: Tensor) -> Callable[[Tensor],
     read and write the same others are closely tied.
     """
     k, l, layer = net.links // net.layers, net.links % net.layers, net.layer[: len(total)]
+    energy = layer_links(net, u)
     diagonal = 2 * _gather(net.layers, [k, l], [energy, energy])
     # The ridge, far below the gap of any chain of layers, is for layers that hardly hang together with ground.
     solve = solver(diagonal * (1 + 1e-12), k, l, -2 * energy, -2 * energy)
