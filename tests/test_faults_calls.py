@@ -2,6 +2,7 @@
 
 import copy
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -183,3 +184,24 @@ def test_large_scales_are_not_taken_for_zeros(size: float, depth: int) -> None:
     gspace.balance_(scaled)
     for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9 * float(p.detach().abs().max()))
+
+
+# Deep networks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_building_grows_with_the_depth() -> None:
+    """Eight times as many layers took 8 to 10 times as long; in the square of the depth it would be 64."""
+
+    def seconds(layers: int) -> float:
+        model = mlp(*[4] * (layers + 1), 2).double()
+        begun = time.process_time()
+        found = gspace.analyze(model)
+        gspace.balance_(model, analysis=found)
+        optimizer = gspace.GSGD(model, 0.1, analysis=found)
+        model(X[:, :4].double()).sum().backward()
+        optimizer.step()
+        return time.process_time() - begun
+
+    seconds(10)  # what is made once
+    assert seconds(2000) < 20 * seconds(250)

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -344,11 +343,3 @@ def test_what_a_killed_process_was_writing_is_cleared_away(tmp_path: Path) -> No
         left.write_bytes(b"half")
     with open_run(tmp_path, RECIPE):
         assert not left.exists()
-
-
-def test_every_test_that_the_page_on_reliability_names_is_there() -> None:
-    root = Path(__file__).parents[1]
-    named = re.findall(r"`(test_\w+)`", (root / "docs" / "reliability.md").read_text(encoding="utf-8"))
-    text = "".join(path.read_text(encoding="utf-8") for path in (root / "tests").glob("test_*.py"))
-    assert named
-    assert [name for name in named if f"def {name}(" not in text] == []
