@@ -789,6 +789,39 @@ def test_memory_with_two_names_is_followed(body: Callable[[Tensor], Tensor]) -> 
     torch.testing.assert_close(path_norm(model, 1, example_input=torch.ones(1, 2)).value, expected)
 
 
+def test_what_is_written_to_a_copy_does_not_reach_the_original() -> None:
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        h = s.a(x)
+        y = h.relu()
+        y.mul_(3)
+        return h + y
+
+    model = Net(forward, a=nn.Linear(3, 2, bias=False)).double()
+    norm = path_norm(model, 1, example_input=torch.zeros(2, 3))
+    torch.testing.assert_close(norm.value, (1 + 3) * model.a.weight.abs().sum(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_keep_their_range_in_memory_that_the_model_makes(dtype: torch.dtype) -> None:
+    """Twenty layers of 1e-12, written beside ones into memory of any dtype: squares are far below what that holds."""
+
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        out = torch.zeros(len(x), 2, dtype=dtype)
+        out[:, :1] = s.body(x)
+        if s.beside:
+            out[:, 1] = 1
+        return s.head(out)
+
+    body = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(20)])
+    model = Net(forward, body=body, head=nn.Linear(2, 1, bias=False)).to(dtype)
+    nn.init.constant_(model.head.weight, 1.0)
+    for layer in body:
+        nn.init.constant_(layer.weight, 1e-12)
+    for model.beside, expected in ((False, 20 * math.log(1e-12)), (True, 0.0)):
+        log = path_norm(model, 2, example_input=torch.zeros(2, 1)).log
+        torch.testing.assert_close(float(log.detach()), expected, rtol=1e-6, atol=1e-6)
+
+
 class Masked(nn.Module):
     """Sizes computed by `&` are no write in place."""
 

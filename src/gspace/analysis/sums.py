@@ -19,7 +19,6 @@ from gspace.analysis.forward import PathError
 from gspace.analysis.memory import key_of
 from gspace.analysis.run import Call, Run, bound, decomposition, facts, written
 from gspace.analysis.tape import Tape
-from gspace.sharding import whole
 
 LAYERS = 6  # products in a row before a sum is renormalized
 NOTHING = -1e30  # the exponent of zeros: they hide nothing small beside them
@@ -213,9 +212,3 @@ def _ratio(exponent: Tensor | None, common: Tensor | None) -> Tensor:
     """What turns sums with one exponent into those with another."""
     assert common is not None
     return torch.exp2(-common if exponent is None else exponent - common)
-
-
-def power(t: Tensor, p: float) -> Tensor:
-    """|t|^p in float64, of all of t if it is sharded."""
-    wide = whole(t).abs().double()
-    return wide if p == 1 else wide.square() if p == 2 else wide.pow(p)

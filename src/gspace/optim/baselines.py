@@ -6,15 +6,13 @@ The third control, SGD from the skeleton initialisation, is `init_skeleton_(mode
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from itertools import islice
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
 
 from gspace.analysis import Analysis, Inputs, analyzed
 from gspace.optim import choice
@@ -29,7 +27,37 @@ from gspace.paths.pathsum import PathKappa, as_input_of, path_graph, path_kappa
 from gspace.sharding import any_sharded, cut, like, local, local_gradient, refuse_redundancy, reshard
 
 
-class PathSGD(Optimizer):
+class OfModel(torch.optim.SGD):
+    """torch's SGD, made of a model."""
+
+    profile_hook_step = staticmethod(hooked)
+
+    def __init__(self, model: nn.Module, lr: Number, params: Iterable[Any] | None, **options: Any) -> None:
+        require_model(model)
+        refuse_redundancy(type(self).__name__)
+        self.model, self._held, self._sharded = model, Held(model), any_sharded(model)
+        super().__init__(list(model.parameters()) if params is None else params, lr, **options)
+        require_numbers(self.defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return portable(self, "_free")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        require_own_group(self, self.model)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _look(self) -> None:
+        """Nothing stands against a step."""
+        if self._sharded:
+            reshard(self.model)
+        self._held.require_same(type(self).__name__)
+        require_gradients(self.model, self._parameters())
+
+
+class PathSGD(OfModel):
     """Steepest descent with respect to the path norm (Neyshabur et al. 2015): w ← w − lr·g/κ.
 
     Under a rescaling w → s·w the gradient becomes g/s and κ becomes κ/s², so that the step becomes s times what it was:
@@ -71,104 +99,70 @@ class PathSGD(Optimizer):
         *,
         params: Iterable[Any] | None = None,
         interval: int = 1,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
         example_input: Inputs | None = None,
         analysis: Analysis | None = None,
+        **options: Any,
     ) -> None:
-        require_model(model)
-        refuse_redundancy(type(self).__name__)
         if not isinstance(interval, int) or interval < 1:
             raise ValueError(f"interval must be a positive number of steps, got {interval!r}")
-        options: dict[str, Any] = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-        }
-        # torch's own constructor checks what it shares with us.
-        torch.optim.SGD([torch.zeros(1, device="cpu")], **options)
-        require_numbers(options)
-        self.model, self.interval, self._held = model, interval, Held(model)
-        self._sharded = any_sharded(model)
-        self._edges: list[Tensor] = []
-        super().__init__(list(model.parameters()) if params is None else params, {**options, "steps": 0})
-        self.graph = path_graph(model, example_input)
+        options |= {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "weight_decay": weight_decay}
+        super().__init__(model, lr, params, **options)
+        self._step_supports_amp_scaling = False  # gradients are looked at before the step
+        self.defaults["steps"] = 0
+        for group in self.param_groups:
+            group.setdefault("steps", 0)
+        self.interval, self.graph = interval, path_graph(model, example_input)
         alike = as_input_of(model, example_input)
         found = analyzed(model, analysis, {} if alike is None or analysis is not None else {"example_input": alike})
         edges = {e.name for e in found.edges}
         self._edges = [p for name, p in model.named_parameters() if name in edges]
-        self._kappa = path_kappa(self.graph, [])
-        self._known(self._trained())  # what cannot be summed is refused here, not at the first step
-
-    def __getstate__(self) -> dict[str, Any]:
-        return portable(self)
-
-    def _known(self, trained: Sequence[Tensor]) -> PathKappa:
-        """κ of these. Parameters that evaluation mode does not run, such as those of an auxiliary head, have none."""
-        kappa = self._kappa
-        if len(trained) != len(kappa.parameters) or not all(map(is_, trained, kappa.parameters)):
-            kappa = self._kappa = path_kappa(self.graph, trained)
-            left_out = {id(p) for p, n in zip(trained, kappa.counts, strict=True) if n == 0}
-            if left_out:
-                names = [name for name, p in self.model.named_parameters() if id(p) in left_out]
-                warnings.warn(
-                    f"no path of the network in evaluation mode runs through {', '.join(names)}: plain SGD for them",
-                    stacklevel=4,
-                )
-                self._edges = [p for p in self._edges if id(p) not in left_out]
-                kappa = self._kappa = path_kappa(self.graph, self._trained())
-        return kappa
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        require_own_group(self, self.model)
+        self._kappa = self._known(None)  # what cannot be summed is refused here, not at the first step
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch does, but κ keeps the precision it was saved in."""
         load_whole(self, super().load_state_dict, state_dict, _require_steps, exact=("kappa",))
 
-    def _trained(self) -> list[Tensor]:
-        """The edges of the network among the parameters."""
+    def _known(self, kappa: PathKappa | None) -> PathKappa:
+        """κ of the edges of the network that are trained now."""
         edges = {id(p) for p in self._edges}
-        mine = (p for group in self.param_groups for p in group["params"])
-        return [p for p in mine if p.requires_grad and id(p) in edges]
+        trained = [p for p in self._parameters() if p.requires_grad and id(p) in edges]
+        if kappa is not None and len(trained) == len(kappa.asked) and all(map(is_, trained, kappa.asked)):
+            return kappa
+        kappa = path_kappa(self.graph, trained)
+        left_out = {id(p) for p in trained} - {id(p) for p in kappa.parameters}
+        if left_out:  # such as an auxiliary head
+            names = ", ".join(name for name, p in self.model.named_parameters() if id(p) in left_out)
+            text = f"no path of the network in evaluation mode runs through {names}: plain SGD for them"
+            warnings.warn(text, stacklevel=4)
+        return kappa
 
-    def _divisors(self) -> dict[int, list[Tensor]]:
+    def _divisors(self) -> Mapping[int, list[Tensor]]:
         """Factors of κ for each trained edge of the network, by `id`; counts the step."""
-        trained = self._trained()
-        if any(p.grad is not None and p.grad.is_sparse for p in trained):
+        kappa = self._kappa = self._known(self._kappa)
+        if any(p.grad is not None and p.grad.is_sparse for p in kappa.parameters):
             name = next(name for name, p in self.model.named_parameters() if p.grad is not None and p.grad.is_sparse)
             raise RuntimeError(f"{name} has a sparse gradient: κ is that of all of its entries; use dense ones")
         stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
         for group in self.param_groups:
             group["steps"] += 1
-        kappa = self._known(trained)
         if not stale and all("kappa" in self.state[p] for p in kappa.parameters):
             return {id(p): [self.state[p]["kappa"]] for p in kappa.parameters}
-        found = dict(zip(map(id, kappa.parameters), _divisors(kappa), strict=True))
-        if self._sharded or self.interval > 1:
-            for p in kappa.parameters:
-                whole = functools.reduce(torch.mul, found[id(p)])
-                found[id(p)] = [like(p, cut(whole, p).contiguous())]
-        if self.interval > 1:
-            for p in kappa.parameters:
+        found = {id(p): factors for p, factors in zip(kappa.parameters, _divisors(kappa), strict=True)}
+        for p in kappa.parameters if self._sharded or self.interval > 1 else ():
+            found[id(p)] = [like(p, cut(functools.reduce(torch.mul, found[id(p)]), p).contiguous())]
+            if self.interval > 1:
                 (self.state[p]["kappa"],) = found[id(p)]
         return found
 
-    def _directions(self) -> list[list[Tensor]]:
-        """g/κ for those parameters of each group that have a gradient."""
-        if self._sharded:
-            reshard(self.model)
-        self._held.require_same(type(self).__name__)
-        require_gradients(self.model, (p for group in self.param_groups for p in group["params"]))
+    def _directions(self) -> list[list[tuple[list[Tensor], list[Tensor]]]]:
+        """Of each group parameters with a gradient, and g/κ; those together that torch moves in one call."""
+        self._look()
         divisors = self._divisors()
-        return [[self._over(p, divisors.get(id(p), [])) for p in _active(group)] for group in self.param_groups]
+        active = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        return [
+            [(some, [self._over(p, divisors.get(id(p), [])) for p in some]) for some in alike(mine, self._sharded)]
+            for mine in active
+        ]
 
     def _over(self, p: Tensor, divisors: list[Tensor]) -> Tensor:
         """The gradient of p, divided by each of them."""
@@ -177,22 +171,15 @@ class PathSGD(Optimizer):
             grad = grad.div_(divisor) if k else grad / divisor
         return grad if grad.dtype == p.dtype else grad.to(p.dtype)
 
-    profile_hook_step = staticmethod(hooked)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
         compiling = torch.compiler.is_compiling()  # which step it is, is no part of a compiled step
         found = (torch.compiler.disable(self._directions) if compiling else self._directions)()
-        for group, directions in zip(self.param_groups, found, strict=True):
-            along = iter(directions)
-            for some in alike(_active(group), self._sharded):
-                plain_sgd(group, self.state, some, list(islice(along, len(some))))
+        for group, parts in zip(self.param_groups, found, strict=True):
+            for some, directions in parts:
+                plain_sgd(group, self.state, some, directions)
         return loss
-
-
-def _active(group: dict[str, Any]) -> list[Tensor]:
-    return [p for p in group["params"] if p.grad is not None]
 
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -214,7 +201,7 @@ def _require_steps(state: State) -> None:
         raise ValueError("this is the state of another optimizer, not of PathSGD")
 
 
-class FrozenSkeletonSGD(torch.optim.SGD):
+class FrozenSkeletonSGD(OfModel):
     """`torch.optim.SGD` that never changes the free skeleton weights: G-SGD's control without its geometry.
 
     They are put back after every step, so momentum and weight decay do not reach them either. Which ones they are is
@@ -245,22 +232,8 @@ class FrozenSkeletonSGD(torch.optim.SGD):
         example_input: Inputs | None = None,
         **options: Any,
     ) -> None:
-        require_model(model)
-        refuse_redundancy(type(self).__name__)
-        self.model, self._held, self._sharded = model, Held(model), any_sharded(model)
-        super().__init__(list(model.parameters()) if params is None else params, lr, **options)
-        require_numbers(self.defaults)
+        super().__init__(model, lr, params, **options)
         self.analysis = analyzed(model, analysis, given(example_input), "pin")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return portable(self, "_free")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        require_own_group(self, self.model)
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     def rechoose(self) -> None:
         """Chooses the skeleton in the weights of now."""
@@ -292,10 +265,7 @@ class FrozenSkeletonSGD(torch.optim.SGD):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _frozen(self) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
         """What is here of parameters with free skeleton weights, and where those are; kept as long as the state is."""
-        if self._sharded:
-            reshard(self.model)
-        self._held.require_same(type(self).__name__)
-        require_gradients(self.model, self._parameters())
+        self._look()
         tables = [choice.kept(self.state, p) for p in self._parameters()]
         if self._free is not None and len(tables) == len(self._free[0]):
             here = (weight.device == entries[0].device for weight, entries in self._free[1])

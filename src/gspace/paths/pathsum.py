@@ -6,9 +6,9 @@ of path norms and Path-SGD's κ.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from gspace.analysis.forward import (
 from gspace.analysis.memory import key_of
 from gspace.analysis.operations import PATHS
 from gspace.analysis.run import called
-from gspace.analysis.sums import Sums, power
+from gspace.analysis.sums import Sums
 from gspace.analysis.tape import Program, Tape
 from gspace.sharding import any_sharded, whole, whole_copy
 
@@ -50,33 +50,43 @@ class PathGraph:
 
     Attributes:
         model: The model.
-        sources: Modules, and the names of their parameters and buffers that the sum is made of.
-        program: From p, |w|^p and buffers to the values and the exponent of the sum.
+        sources, buffers: Modules, and the names of their parameters and buffers that the sum is made of.
+        program: From p, |w|^p and buffers to the sum and its exponent.
         samples: How many samples it is of.
     """
 
     model: nn.Module
     sources: Sequence[tuple[nn.Module, str]]
+    buffers: Sequence[tuple[nn.Module, str]]
     program: Program
     samples: int
 
-    def held(self) -> list[Tensor]:
-        """The parameters and buffers of now."""
-        found = [m._parameters.get(name, m._buffers.get(name)) for m, name in self.sources]
-        if any(t is None for t in found):
-            module, name = self.sources[found.index(None)]
-            raise RuntimeError(f"{type(module).__name__} no longer has {name!r}: the path sum is of another model")
-        return [t for t in found if t is not None]
+    def weights(self) -> list[Tensor]:
+        """The parameters of now."""
+        return [_found(m._parameters, m, name) for m, name in self.sources]
+
+    def inputs(self, powers: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        """Powers of the parameters, without their history; copies of buffers, as the program may write to them."""
+        weights = [whole(w.detach()).contiguous() for w in self.weights()]
+        return [*powers(weights), *(_found(m._buffers, m, name).clone() for m, name in self.buffers)]
 
     def sum(self, p: float = 2) -> Power:
-        """Σ_paths |v|^p of one sample as a scalar `Power`."""
-        return self.sum_of(p, [power(t, p) if isinstance(t, nn.Parameter) else t.clone() for t in self.held()])
+        """Σ_paths |v|^p of one sample."""
+        wide = [whole(w).abs().double().contiguous() for w in self.weights()]
+        return self.sum_of(p, [w.pow(p) for w in wide] + self.inputs(lambda weights: []))
 
     def sum_of(self, p: float, inputs: Sequence[Tensor]) -> Power:
-        """The same of given powers and buffers; what the model writes into a buffer is written there."""
+        """The same of given powers and buffers."""
         device = inputs[0].device if inputs else torch.device("cpu")
         total, exponent = self.program(torch.full((), float(p), dtype=torch.float64, device=device), *inputs)
         return Power(total / self.samples if self.samples > 1 else total, exponent)
+
+
+def _found(held: Mapping[str, Tensor | None], module: nn.Module, name: str) -> Tensor:
+    found = held.get(name)
+    if found is None:
+        raise RuntimeError(f"{type(module).__name__} no longer has {name!r}: the path sum is of another model")
+    return found
 
 
 def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGraph:
@@ -126,27 +136,29 @@ def _recorded(model: nn.Module, inner: nn.Module, batch: Inputs) -> PathGraph:
 
 
 def _run(model: nn.Module, inner: nn.Module, batch: Inputs, samples: int) -> PathGraph:
-    named = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
-    held = {name: t for name, t in named.items() if t.layout is torch.strided and t.numel()}
-    device = next((t.device for t in held.values()), torch.device("cpu"))
+    kinds = (inner.named_parameters(), inner.named_buffers())
+    weights, buffers = ({name: t for name, t in kind if t.layout is torch.strided and t.numel()} for kind in kinds)
+    device = next((t.device for t in (*weights.values(), *buffers.values())), torch.device("cpu"))
     sums = Sums(PATHS, torch.tensor(2.0, dtype=torch.float64, device=device))
     with sums.tape:
-        for name, t in held.items():
-            if isinstance(t, nn.Parameter):  # put back by `untouched`
-                t.data = sums.mark(sums.tape.enter(power(t, 2)))
-                sums.parameters[key_of(t)] = name
-            else:
-                sums.tape.enter(t)
-        example: Any = tree_map_only(Tensor, sums.input, batch)
-        out = called(sums, inner, example)
+        for name, p in weights.items():
+            ones = torch.ones(p.shape, dtype=torch.float64, device=p.device)  # |w|^p, but values do not matter here
+            p.data = sums.mark(sums.tape.enter(ones))  # put back by `untouched`
+            sums.parameters[key_of(p)] = name
+        for t in buffers.values():
+            sums.tape.enter(t)
+        out = called(sums, inner, tree_map_only(Tensor, sums.input, batch))
         outputs = [t for t in tensors_in(out) if t in sums.scales]
         if not any(map(sums.is_activation, outputs)):
             raise PathError("no output of the model depends on its input")
         total = sums.merged(lambda *xs: functools.reduce(torch.add, [x.sum() for x in xs]), *outputs)
-    program = sums.tape.program(1 + len(held), [total, sums.scales[key_of(total)].exponent])
-    own = unwrap(model)  # what was run may be a copy
-    sources = [(own.get_submodule(path), last) for path, _, last in (name.rpartition(".") for name in held)]
-    return PathGraph(model, sources, program, samples)
+    program = sums.tape.program(1 + len(weights) + len(buffers), [total, sums.scales[key_of(total)].exponent])
+    return PathGraph(model, _owners(model, weights), _owners(model, buffers), program, samples)
+
+
+def _owners(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, str]]:
+    """Modules and names in them; what was run may have been a copy."""
+    return [(unwrap(model).get_submodule(path), last) for path, _, last in (name.rpartition(".") for name in names)]
 
 
 # Path-SGD -------------------------------------------------------------------------------------------------------------
@@ -161,55 +173,50 @@ class PathKappa:
 
     Attributes:
         graph: The path sum.
-        parameters: Whose κ it is.
-        program: From the squares of all parameters, and buffers, to factors of κ, the least and the largest number.
-        counts: How many factors there are for each parameter: none if it is on no path, two for an outer product.
-        complete: Whether these are all parameters of the model.
+        asked: The parameters that were asked for.
+        parameters: Those of them that are on a path.
+        counts: How many factors κ of each has: two for the outer product of a linear layer.
+        program: From the squares of all parameters, and buffers, to factors, the least and the largest number.
+        complete: Whether all parameters of the model are on paths and were asked for.
     """
 
     graph: PathGraph
+    asked: Sequence[Tensor]
     parameters: Sequence[Tensor]
-    program: Program
     counts: Sequence[int]
+    program: Program
     complete: bool
 
     def __call__(self, dtype: torch.dtype = torch.float64) -> tuple[list[list[Tensor]], Tensor, Tensor]:
         """For each parameter tensors that broadcast to its shape, with κ as their product; and their extremes."""
-        *found, least, most = self.program(*_squares(self.graph.held(), dtype))
-        ends = [0, *accumulate(self.counts)]
-        return [found[i:j] for i, j in pairwise(ends)], least, most
+        *found, least, most = self.program(*self.graph.inputs(lambda weights: _squares(weights, dtype)))
+        return [found[end - n : end] for n, end in zip(self.counts, accumulate(self.counts), strict=True)], least, most
 
 
-def path_kappa(graph: PathGraph, parameters: Sequence[Tensor]) -> PathKappa:
+def path_kappa(graph: PathGraph, asked: Sequence[Tensor]) -> PathKappa:
     """Writes down both passes: then neither the model nor autograd is needed."""
     tape = Tape()
     with torch.inference_mode(False), torch.enable_grad():
-        held = graph.held()
-        inputs = [tape.enter(t) for t in _squares(held)]
-        mine = {id(p) for p in parameters}
-        leaves = {id(t): x.requires_grad_() for t, x in zip(held, inputs, strict=True) if id(t) in mine}
-        one = torch.ones((), dtype=torch.float64, device=held[0].device if held else None)
+        inputs = [tape.enter(t) for t in graph.inputs(_squares)]
+        leaves = {id(p): x.requires_grad_() for p, x in zip(graph.weights(), inputs, strict=False)}
+        one = torch.ones((), dtype=torch.float64, device=inputs[0].device if inputs else None)
         with tape:
             total = graph.sum_of(2, inputs)
             scale = one if total.exponent is None else torch.exp2(total.exponent)
-            at = [leaves[id(p)] for p in parameters]
+            at = [leaves[id(p)] for p in asked]
             found = torch.autograd.grad(total.value, at, scale, allow_unused=True) if at else ()
-            factors = [[] if k is None else _factors(tape, k) for k in found]
-            outputs = [f.detach() for fs in factors for f in fs]
+            factors = [_factors(tape, k) for k in found if k is not None]
+            outputs = [f.detach() for some in factors for f in some]
             rows = [f.t() if f.dim() == 2 and f.shape[1] == 1 else f.reshape(1, -1) for f in outputs if f.numel()]
             outputs += torch.cat([one.reshape(1, 1), *rows], 1).aminmax()
-    complete = len(leaves) == sum(isinstance(t, nn.Parameter) for t in held)
-    program = tape.program(len(inputs), outputs)
-    return PathKappa(graph, list(parameters), program, [len(fs) for fs in factors], complete)
+    parameters = [p for p, k in zip(asked, found, strict=True) if k is not None]
+    program, counts = tape.program(len(inputs), outputs), [len(some) for some in factors]
+    return PathKappa(graph, list(asked), parameters, counts, program, len(parameters) == len(leaves))
 
 
-def _squares(held: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """w² of parameters; copies of buffers."""
-    found = [whole(t.detach()) for t in held]
-    mine = [isinstance(t, nn.Parameter) for t in held]
-    wide = [(t.abs() if t.is_complex() else t).to(dtype) for t in compress(found, mine)]
-    squares = iter(torch._foreach_mul(wide, wide))
-    return [next(squares) if is_weight else t.clone() for t, is_weight in zip(found, mine, strict=True)]
+def _squares(weights: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    wide = [(w.abs() if w.is_complex() else w).to(dtype) for w in weights]
+    return list(torch._foreach_mul(wide, wide)) if wide else []
 
 
 def _factors(tape: Tape, kappa: Tensor) -> list[Tensor]:
