@@ -130,9 +130,9 @@ class Sums(Run):
         n = t.untyped_storage().nbytes() // t.element_size()
         base = t.detach().as_strided((n,), (1,), 0)
         if t not in self.scales:
+            powers = self.constant(base)
             self.tape.adopt(base)
-            base.copy_(self.constant(base))
-            self.mark(base)
+            self.mark(base.copy_(powers), *self.scales[key_of(powers)])
         (e, _), (f, layers) = self.scales[key_of(t)], self.scales[key_of(x)]
         common = f if t.numel() == n else _common((e, f))
         if e is not common and t.numel() < n:
