@@ -62,8 +62,8 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "C: walks stop after one step": ("optim/fast/kernels.c", " * p->products[e[FOLLOWING]]", ""),
     "InGSpace: state of another parameter": (
         "optim/inner.py",
-        "self.state[p].update(inner.state[v])",
-        "self.state[made.pairs[0][0]].update(inner.state[v])",
+        "self.state[made.owners[v]].update(new)",
+        "self.state[built.weights[0]].update(new)",
     ),
     "C: shown values given back from elsewhere": (
         "optim/fast/kernels.c",

@@ -33,10 +33,10 @@ from gspace.optim.eager import Allocation, Rules, wide
 from gspace.optim.fast import Bound
 from gspace.optim.fast.network import Outcome
 from gspace.optim.fast.tables import Tile
-from gspace.optim.held import Held, State, doubt_of_gradients, load_whole, portable, require_finite_gradients
+from gspace.optim.held import Held, State, doubt_of_gradients, load_whole, portable
 from gspace.optim.hooks import capturing, hooked, loss_of
 from gspace.optim.reference import Reference
-from gspace.optim.skeleton import Skeleton
+from gspace.optim.skeleton import Skeleton, trained_names
 from gspace.optim.step import BatchNormRule, Coordinates, measure
 from gspace.sharding import Together, any_sharded, local, local_gradient, refuse_redundancy, reshard
 
@@ -119,8 +119,7 @@ class GSpaceOptimizer(Optimizer):
     def _read(self) -> Chosen | None:
         """What is chosen in the state; None if nothing is."""
         weights = dict(self.model.named_parameters())
-        mine = {id(p) for p in self._parameters() if p.requires_grad}
-        trained = {name for name, p in weights.items() if id(p) in mine}
+        trained = trained_names(self.model, self._parameters())
         chosen = choice.read(self.model, self._view, self.state, trained, free=self.batch_norm != "exact")
         known = {name for name, p in weights.items() if choice.kept(self.state, p) is not None}
         late = {e.name for e in choice.touching(self._view)} & trained - known - self._told
@@ -252,14 +251,11 @@ class GSpaceOptimizer(Optimizer):
         return loss
 
     def _require_gradients(self, built: Built) -> None:
-        doubt, reduce = "" if capturing() else doubt_of_gradients(self.model, self._parameters()), built.plan.reduce
-        if not isinstance(reduce, Together):
-            if doubt:
-                raise RuntimeError(doubt)
-        elif all(p.grad is None for p in built.weights):
-            reduce.agree(doubt)
+        reduce = built.plan.reduce
+        if isinstance(reduce, Together) and any(p.grad is not None for p in built.weights):
+            reduce.doubt = doubt_of_gradients(self.model, self._parameters())  # goes along with the step's first sum
         else:
-            reduce.doubt = doubt  # it goes along with the first sum of the step
+            shards.require_gradients(self.model, self._parameters())
 
     def use(self, way: type[Bound] | str, tile: Tile | None = None, fold_items: int | None = None) -> None:
         """Takes steps by this implementation as long as nothing moves; for tests and measurements.
@@ -293,8 +289,7 @@ class GSpaceOptimizer(Optimizer):
         shown, path_grads = self._canvas(built)
         if not self._taken(built, way.show(shown, path_grads)):
             return False
-        if not capturing():
-            require_finite_gradients(self.model, (p for some in built.outside for p in some))
+        shards.require_gradients(self.model, (p for some in built.outside for p in some))
         self._move(built, shown, path_grads)
         way.give()
         return True

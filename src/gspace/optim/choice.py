@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, Edges
 from gspace.devices import on_cpu
 from gspace.optim.reference import Reference, choose_skeleton, entry_references
-from gspace.optim.skeleton import Picked, Skeleton, by_edge, skeleton_of, trained_units
+from gspace.optim.skeleton import Picked, Skeleton, by_edge, skeleton_of, trained_names, trained_units
 from gspace.sharding import weights_of
 
 KEY = "skeleton"  # in the state of a parameter
@@ -86,8 +86,8 @@ def put(chosen: Chosen, model: nn.Module, analysis: Analysis, state: Any, parame
     Those that touch no unit have the first line alone: `torch.distributed.checkpoint` wants state for all or none.
     """
     touched = touching(analysis)
-    mine = {id(p) for p in parameters if p.requires_grad}
-    weights = {name: p for name, p in model.named_parameters() if touched and id(p) in mine}
+    trained = trained_names(model, parameters) if touched else ()
+    weights = {name: p for name, p in model.named_parameters() if name in trained}
     sizes = {name: p.numel() for name, p in weights.items()}
     tables = written(chosen, [e for e in touched if e.name in weights], sizes)
     for name, p in weights.items():

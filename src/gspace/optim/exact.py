@@ -42,6 +42,7 @@ from gspace.optim.skeleton import (
     largest_writers,
     skeleton_of,
     sorted_out,
+    trained_names,
     trained_units,
 )
 from gspace.optim.step import Layer
@@ -83,8 +84,7 @@ def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *
     require_finite(model)
     weights = weights_of(model)
     dims = {name: p.dim() for name, p in model.named_parameters()}
-    exact, mine = view(analysis), {id(p) for p in parameters if p.requires_grad}
-    trained = {name for name, p in model.named_parameters() if id(p) in mine}
+    exact, trained = view(analysis), trained_names(model, parameters)
     edges, n = exact.transparent, exact.H_paper + 1
     _, shared = absorbed_rows(analysis, dims)
     gains = {f"{name}.weight".lstrip(".") for name, m in model.named_modules() if isinstance(m, _BatchNorm)}

@@ -66,12 +66,6 @@ def doubt_of_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> str:
     return f"the gradient of {name} is not finite; no weight and no state was changed" if name else ""
 
 
-def require_finite_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
-    doubt = doubt_of_gradients(model, parameters)
-    if doubt:
-        raise RuntimeError(doubt)
-
-
 def portable(optimizer: Optimizer, *alone: str) -> State:
     """What a copy takes along: all but hooks, the `step` that a scheduler wraps, and what else is its `alone`."""
     skipped = ("step", "_zero_grad_profile_name", *alone)

@@ -100,7 +100,7 @@ class InGSpace(GSpaceOptimizer):
             for g, group in enumerate(self.param_groups):
                 mine = [v for v, at in zip(shown, built.groups, strict=True) if at == g]
                 groups.append({**_options(group), "params": mine + built.outside[g]})
-            pairs: list[tuple[Tensor, Tensor]] = list(zip(built.weights, shown, strict=True))
+            owners: dict[Tensor, Tensor] = dict(zip(shown, built.weights, strict=True))
             self._inner = Inner(
                 built,
                 self.optimizer_class(groups, **self.optimizer_kwargs),
@@ -108,7 +108,7 @@ class InGSpace(GSpaceOptimizer):
                 shown,
                 [v.detach() for v in shown],
                 [torch.empty_like(v, requires_grad=False) for v in shown],
-                pairs + [(p, p) for some in built.outside for p in some],
+                owners | {p: p for some in built.outside for p in some},
             )
         return self._inner
 
@@ -130,13 +130,14 @@ class InGSpace(GSpaceOptimizer):
             for tensor, slope in zip(made.shown, made.slopes, strict=True):
                 tensor.grad = None if shown is None else slope  # no gradient: path values are left alone
             inner.state.clear()
-            for p, v in made.pairs:
-                if p in self.state:
-                    inner.state[v] = {key: _at(v, x) for key, x in self.state[p].items() if key != KEY}
+            for v, p in made.owners.items():
+                kept = self.state.get(p, {})
+                if len(kept) > (KEY in kept):
+                    inner.state[v] = {key: _at(v, x) for key, x in kept.items() if key != KEY}
             step_within(inner)
-            for p, v in made.pairs:
-                if inner.state.get(v):
-                    self.state[p].update(inner.state[v])
+            for v, new in inner.state.items():
+                if new and v in made.owners:
+                    self.state[made.owners[v]].update(new)
         for group, its in zip(self.param_groups, inner.param_groups, strict=True):
             _bring(its, group)
 
@@ -149,7 +150,7 @@ class Inner(NamedTuple):
         bare: Its step, without what torch wraps around that.
         shown: The tensors that it moves instead of weights.
         values, slopes: Their values, to be written, and gradients.
-        pairs: All parameters, and what it moves instead.
+        owners: For all that it moves, the parameter.
     """
 
     built: Built
@@ -158,7 +159,7 @@ class Inner(NamedTuple):
     shown: list[nn.Parameter]
     values: list[Tensor]
     slopes: list[Tensor]
-    pairs: list[tuple[Tensor, Tensor]]
+    owners: dict[Tensor, Tensor]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

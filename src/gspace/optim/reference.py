@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
-from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, by_edge, connected
+from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, by_edge, connected, trained_names
 from gspace.optim.step import path_products, walks
 from gspace.sharding import weights_of
 
@@ -49,8 +49,7 @@ def choose_skeleton(
     If none is wanted: as `reference_of`, but "one" only if path values are near it. Steps are divided by their squares.
     """
     reference = wanted or reference_of(model, analysis)
-    mine = {id(p) for p in parameters if p.requires_grad}
-    trained = {name for name, p in model.named_parameters() if id(p) in mine}
+    trained = trained_names(model, parameters)
     if reference == "one":
         skeleton = build_skeleton(model, analysis, trained=trained)
         into, out = products(skeleton, weights_of(model))

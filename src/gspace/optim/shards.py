@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.optim.held import doubt_of_gradients
+from gspace.optim.hooks import capturing
 from gspace.optim.step import Layer, part
 from gspace.sharding import Reduce, Together, alone, box, counts, is_sharded, require_copies, widest_mesh
 
@@ -33,9 +34,9 @@ def reduce_of(weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64)
 
 
 def require_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """All of them are finite, on every process."""
+    """All of them are finite, on every process. While a CUDA graph is recorded, nobody asks."""
     mine = list(parameters)
-    doubt = doubt_of_gradients(model, mine)
+    doubt = "" if capturing() else doubt_of_gradients(model, mine)
     if any(map(is_sharded, mine)):
         Together(widest_mesh(dict(model.named_parameters())), torch.float32).agree(doubt)
     elif doubt:

@@ -11,7 +11,7 @@ paper letter for letter (axes here are (out, in), there (in, out)).
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -97,7 +97,7 @@ def build_skeleton(
     require_finite(model)
     weights = weights_of(model)
     if trained is None:
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        trained = trained_names(model, model.parameters())
     edges, n = analysis.transparent, analysis.H_paper + 1
     live = connected(edges, n)
     in_edge, out_edge = first_edges(edges, live, "head"), first_edges(edges, live, "tail")
@@ -154,6 +154,12 @@ def skeleton_of(edges: Sequence[Edges], picked: Picked, usable: Tensor, unused: 
         root = root[root]
     relabelled = tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges)
     return Skeleton(relabelled, len(kept) - 1, in_edge, in_index, out_edge, out_index, parent, child, root, unused)
+
+
+def trained_names(model: nn.Module, parameters: Iterable[Tensor]) -> set[str]:
+    """Names of those of `parameters` that are trained."""
+    mine = {id(p) for p in parameters if p.requires_grad}
+    return {name for name, p in model.named_parameters() if id(p) in mine}
 
 
 def trained_units(edges: Sequence[Edges], trained: Collection[str], n: int) -> Tensor:

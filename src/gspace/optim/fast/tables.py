@@ -147,16 +147,19 @@ class Builder:
         if matrix is None:
             raise ValueError(f"{e.name} is not dense in memory")
         head, tail = e.head.cpu().reshape(-1), e.tail.cpu().reshape(-1)
-        norm_rows, norm_columns, norms = self._norm_places(matrix) if e.normalized else _no_norms(matrix)
-        offset = _offsets(layer, weight)
-        cell = _Cells(matrix, offset)
+        norm_rows, norm_columns, norms = self._norm_places(matrix, e.normalized)
+        offset = torch.zeros(len(layer.root), dtype=torch.long)  # of skeleton entries from the first element, in memory
+        for index, stride in zip(layer.entries, weight.stride(), strict=True):
+            offset += index.cpu() * stride
+        of_group, in_row, in_column = torch.unravel_index(offset, (matrix.groups, matrix.rows, matrix.columns))
+        row, column = of_group * matrix.rows + in_row, of_group * matrix.columns + in_column
         is_root = (layer.root > 0).cpu()
         on_row = ~is_root if matrix.swap else is_root
         # Ids of heads follow those of tails: the kernels keep both kinds of factors in one vector.
         row_units, column_units = (tail, head + self.units) if matrix.swap else (head + self.units, tail)
         row_entry, column_entry = torch.full_like(norm_rows, -1), torch.full_like(norm_columns, -1)
-        row_entry[cell.row[on_row]] = cell.column_in_group[on_row]
-        column_entry[cell.column[~on_row]] = cell.row_in_group[~on_row]
+        row_entry[row[on_row]] = in_column[on_row]
+        column_entry[column[~on_row]] = in_row[~on_row]
         row_table = self._put(row_units.repeat_interleave(matrix.row_div), row_entry, norm_rows)
         column_table = self._put(column_units.repeat_interleave(matrix.column_div), column_entry, norm_columns)
         period = matrix.column_div if e.normalized and not matrix.swap else 1
@@ -178,13 +181,13 @@ class Builder:
         # Sums along columns are kept in registers while tiles go down, sums along rows while they go across: that pays
         # where a row has a sum for every tap.
         k, record = self._add(record, matrix.groups, weight, across=period > 1)
-        norm_at = norm_rows[cell.row] + norm_columns[cell.column]
+        norm_at = norm_rows[row] + norm_columns[column]
         if e.normalized:
             self._fold(record, on_rows=not matrix.swap, items=norms, target=self.norms, edges=-1)
             self.norms += norms
         if record["flow"]:
             free = torch.full((len(tail),), -1)
-            item = cell.row // matrix.row_div if matrix.swap else cell.column // matrix.column_div
+            item = row // matrix.row_div if matrix.swap else column // matrix.column_div
             free[item[~is_root]] = offset[~is_root]
             self._fold(record, on_rows=matrix.swap, items=len(tail), target=self.sums, edges=self.sums)
             self.free.append(free)
@@ -229,9 +232,11 @@ class Builder:
         self.params.append([int(record[name]) for name in RECORD])
         return k, record
 
-    def _norm_places(self, matrix: Matrix) -> tuple[Tensor, Tensor, int]:
+    def _norm_places(self, matrix: Matrix, normalized: bool) -> tuple[Tensor, Tensor, int]:
         """Where norms are: an index per row and one per column of the matrix, to be added; how many there are."""
         rows, columns = torch.arange(matrix.groups * matrix.rows), torch.arange(matrix.groups * matrix.columns)
+        if not normalized:
+            return torch.zeros_like(rows), torch.zeros_like(columns), 0
         if matrix.swap:
             return torch.zeros_like(rows), self.norms + columns, len(columns)
         period = matrix.column_div
@@ -283,30 +288,6 @@ def _by_root(root: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     order = order[root[order] > 0]
     length = torch.bincount(root[order], minlength=n)
     return order, length.cumsum(0) - length, length
-
-
-class _Cells:
-    """Rows and columns of memory offsets, counted over all groups and within theirs."""
-
-    def __init__(self, matrix: Matrix, offset: Tensor) -> None:
-        size = matrix.rows * matrix.columns
-        group = offset // size
-        self.row_in_group, self.column_in_group = offset % size // matrix.columns, offset % matrix.columns
-        self.row = group * matrix.rows + self.row_in_group
-        self.column = group * matrix.columns + self.column_in_group
-
-
-def _no_norms(matrix: Matrix) -> tuple[Tensor, Tensor, int]:
-    zero = torch.zeros(1, dtype=torch.long)
-    return zero.repeat(matrix.groups * matrix.rows), zero.repeat(matrix.groups * matrix.columns), 0
-
-
-def _offsets(layer: Layer, weight: Tensor) -> Tensor:
-    """Offset in memory of each skeleton entry, from the parameter's first element."""
-    offset = torch.zeros(len(layer.root), dtype=torch.long)
-    for index, stride in zip(layer.entries, weight.stride(), strict=True):
-        offset += index.cpu() * stride
-    return offset
 
 
 def _multiple(width: int, period: int) -> int:
