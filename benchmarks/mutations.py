@@ -47,7 +47,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "C: missing T": ("optim/fast/kernels.c", "(s - behind) / norm", "s / norm"),
     "C: sign": ("optim/fast/kernels.c", "w[j] - step * d[j] * g[j]", "w[j] + step * d[j] * g[j]"),
     "C: Ĩ·Õ divided out once on rows": ("optim/fast/kernels.c", "sign * i_r * i_r * m_r", "sign * i_r * m_r"),
-    "C: no dampening": ("optim/fast/kernels.c", "momentum * b[j] + damped * d[j]", "momentum * b[j] + d[j]"),
+    "C: no momentum": ("optim/fast/kernels.c", "momentum * b[j] + d[j]", "d[j]"),
     "C: skeleton weight forgets R(tail)": (
         "optim/fast/kernels.c",
         "kept * (p->factors[4 * n + id] * m_c[entry])",

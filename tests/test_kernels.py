@@ -416,7 +416,7 @@ def skip_a_step(optimizer: gspace.GSGD) -> None:
 
 
 def test_a_first_step_that_was_not_taken_leaves_momentum_new() -> None:
-    definition, optimizer = make("triton", momentum=0.9, dampening=0.5)
+    definition, optimizer = make("triton", momentum=0.9)
     put(optimizer.model, gradients(optimizer.model, 7))
     skip_a_step(optimizer)
     run(definition, optimizer)
@@ -546,8 +546,8 @@ def test_rates_that_only_the_device_knows_are_told_from_zero() -> None:
     cpu, elsewhere = torch.device("cpu"), torch.tensor(0.1, device="meta")
     assert launch._rate(0.0, cpu) == launch._rate(torch.tensor(0.1), cpu) == 0
     assert launch._rate(elsewhere.double(), torch.device("meta")) == launch._rate(elsewhere, cpu) == -1
-    group = {"lr": elsewhere, "momentum": 0, "dampening": 0, "nesterov": False, "weight_decay": 0.5, "maximize": True}
-    assert list(network.hyper_parameters([group], read=False)) == [0, 0, 0, 0, 0.5, -1]
+    group = {"lr": elsewhere, "momentum": 0, "nesterov": False, "weight_decay": 0.5, "maximize": True}
+    assert list(network.hyper_parameters([group], read=False)) == [0, 0, 0, 0.5, -1]
     with pytest.raises(RuntimeError, match="meta"):
         network.hyper_parameters([group], read=True)
 

@@ -135,7 +135,8 @@ class GSGD(GSpaceOptimizer):
     # One step ---------------------------------------------------------------------------------------------------------
 
     def _wishes(self) -> Any:
-        return self.max_path_grad_norm, [(group["foreach"], group["fused"]) for group in self.param_groups]
+        asked = [(group["foreach"], group["fused"], group["dampening"] != 0) for group in self.param_groups]
+        return self.max_path_grad_norm, asked
 
     def _choose_way(self, built: Built) -> Bound | str:
         groups, fused = self.param_groups, any(group["fused"] for group in self.param_groups)
@@ -146,8 +147,8 @@ class GSGD(GSpaceOptimizer):
         return found
 
     def _whole(self, built: Built) -> list[tuple[Tensor, int]] | None:
-        """One pass moves all parameters if they lie alike in memory, and path values only if none is clipped."""
-        if self.max_path_grad_norm is not None:
+        """One pass moves all parameters, if they lie alike in memory, by SGD without clipping and dampening."""
+        if self.max_path_grad_norm is not None or any(group["dampening"] != 0 for group in self.param_groups):
             return None
         others = [(p, g) for g, some in enumerate(built.outside) for p in some]
         alike = all(fast.fits(p, built.weights[0]) for p, _ in others) if built.weights else False

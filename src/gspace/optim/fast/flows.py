@@ -33,12 +33,11 @@ def indices(table: str, names: str) -> list[tl.constexpr]:
     WEIGHT, SLOT, OFFSET, GROUPS, R, C, LANES, STEPS, DOWN, ACROSS, ROW_TABLE, COLUMN_TABLE, COLUMN_OUT, COLUMN_STRIDE,
     ROW_OUT, ROW_STRIDE, PERIOD, SWAP, FLOW, NORMAL, GROUP, UNIT, CHUNK_ROWS, CHUNK_COLUMNS, EVEN, FIELDS,
 ) = indices("RECORD", " ".join(LAYOUT["RECORD"]))  # fmt: skip
-LR, MOMENTUM, DAMPENING, NESTEROV, DECAY, SIGN, HYPER = indices("HYPER", "lr momentum dampening nesterov decay sign")
+LR, MOMENTUM, NESTEROV, DECAY, SIGN, HYPER = indices("HYPER", "lr momentum nesterov decay sign")
 SOURCE, COUNT, TAP, STRIDE, FIRST, END, TARGET, EDGES, FOLD_WEIGHT, FOLD_SLOT, FOLD = indices(
     "FOLD", "source count taps stride first end target edges fold_weight fold_slot"
 )
 ADDRESS, ENTRY = indices("ENTRY", "address")
-SLOTS = tl.constexpr(128)
 SHALLOW, WIDER = tl.constexpr(FEW), tl.constexpr(MORE)
 PENDING, SKIP, SKIPPED = (tl.constexpr(i) for i in range(3))
 
@@ -222,13 +221,12 @@ def _fold(
 
 @triton.jit
 def fold_pass(
-    folds, grads, hyper, rates, partial, norms, free, sums, flags, fresh, waiting, new, groups, buffers,
+    folds, grads, hyper, rates, partial, norms, free, sums, flags, groups,
     DTYPE: tl.constexpr, ACC: tl.constexpr, DEPTH: tl.constexpr, ITEMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds the partial sums of each item; from the sum over a unit's out-edges its free edge is taken away.
 
-    The first program also fetches learning rates and decays that lie on the device, and notes which momentum buffers
-    are new: those that are `fresh`, and those `waiting` since a step that was not taken.
+    The first program also fetches learning rates and decays that lie on the device.
     """
     fold = folds + tl.program_id(0) * FOLD
     shallow = tl.load(fold + COUNT) <= SHALLOW
@@ -245,13 +243,6 @@ def fold_pass(
         tl.store(flags + SKIP, found)
         tl.store(flags + SKIPPED, tl.load(flags + SKIPPED) + found)
         tl.store(flags + PENDING, 0)
-        for first in range(0, buffers, SLOTS):
-            slot = first + tl.arange(0, SLOTS)
-            exists = slot < buffers
-            is_fresh = tl.load(fresh + slot, mask=exists, other=0).to(tl.int32)
-            is_new = tl.maximum(is_fresh, tl.load(waiting + slot, mask=exists, other=0))
-            tl.store(new + slot, is_new, mask=exists)
-            tl.store(waiting + slot, is_new * found, mask=exists)
         for group in range(groups):
             _fetch(rates + 2 * group, hyper + group * HYPER + LR)
             _fetch(rates + 2 * group + 1, hyper + group * HYPER + DECAY)

@@ -12,7 +12,6 @@ typedef struct {
     const int64_t *record;
     const REAL *g;
     REAL *w, *b;
-    int fresh;
     int64_t group, row0, rows, column0, columns, stride; /* this chunk, and the length of a row in memory */
 } Chunk;
 
@@ -27,7 +26,6 @@ static Chunk chunk_at(const Plan *p, const int64_t *header, int64_t i)
     k.w = (REAL *)r[WEIGHT] + start;
     k.g = h[GRAD] ? (const REAL *)h[GRAD] + start : 0;
     k.b = h[BUFFER * p->slots] ? (REAL *)h[BUFFER * p->slots] + start : 0;
-    k.fresh = h[FRESH * p->slots] != 0;
     return k;
 }
 
@@ -188,7 +186,7 @@ static void move(const Plan *p, const int64_t *header, const double *hyper, int 
         REAL value = in[u] * out[u], d = given ? -buffer[root[ROOT_OFFSET]] : p->root_grad[u];
         if (buffer && h[MOMENTUM] != 0) {
             REAL *b = buffer + root[ROOT_OFFSET];
-            *b = header[FRESH * p->slots + slot] ? d : (REAL)h[MOMENTUM] * *b + (REAL)(1 - h[DAMPENING]) * d;
+            *b = (REAL)h[MOMENTUM] * *b + d;
             d = h[NESTEROV] != 0 ? d + (REAL)h[MOMENTUM] * *b : *b;
         }
         REAL r = 1 - (REAL)h[LR] * d / value;
@@ -256,8 +254,7 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
     const Chunk k = chunk_at(p, header, i);
     const int64_t *r = k.record, unit = r[UNIT];
     const double *h = hyper + r[GROUP] * HYPER;
-    const REAL lr = (REAL)h[LR], momentum = (REAL)h[MOMENTUM], damped = (REAL)(1 - h[DAMPENING]), decay = (REAL)h[DECAY];
-    const REAL sign = (REAL)h[SIGN];
+    const REAL lr = (REAL)h[LR], momentum = (REAL)h[MOMENTUM], decay = (REAL)h[DECAY], sign = (REAL)h[SIGN];
     const int nesterov = h[NESTEROV] != 0;
     const int64_t n = p->n_units, all_r = r[GROUPS] * r[ROWS], all_c = r[GROUPS] * r[COLUMNS];
     const int32_t *row_table = p->units + r[ROW_TABLE] + k.group * r[ROWS] + k.row0;
@@ -311,7 +308,7 @@ static void update(const Plan *p, const int64_t *header, const double *hyper, in
                 if (decay != 0)
                     for (int64_t j = 0; j < width; j++) d[j] += decay * (w[j] / (i_r * i_c[j]));
                 if (momentum != 0) {
-                    for (int64_t j = 0; j < width; j++) b[j] = k.fresh ? d[j] : momentum * b[j] + damped * d[j];
+                    for (int64_t j = 0; j < width; j++) b[j] = momentum * b[j] + d[j];
                     for (int64_t j = 0; j < width; j++) d[j] = nesterov ? d[j] + momentum * b[j] : b[j];
                     if (entry >= 0) b[entry] = kept_here;
                 }

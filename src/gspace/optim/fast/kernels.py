@@ -17,7 +17,6 @@ import triton.language as tl
 from gspace.optim.fast.flows import (
     ACROSS,
     COLUMN_TABLE,
-    DAMPENING,
     DECAY,
     DOWN,
     EVEN,
@@ -73,7 +72,7 @@ def norm_places(record, index, group, row, column):
 
 @triton.jit
 def roots_pass(
-    roots, lists, records, grads, buffers, fresh, hyper, sums, norms, flags, coordinates, root_grad,
+    roots, lists, records, grads, buffers, hyper, sums, norms, flags, coordinates, root_grad,
     ratio, raw, factors, count, units,
     GATHER: tl.constexpr, MOVE: tl.constexpr, NORMS: tl.constexpr, SPREAD: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr, MAX_RATIO: tl.constexpr, MAX_DRIFT: tl.constexpr,
@@ -124,10 +123,9 @@ def roots_pass(
         go = at < (tl.where(tl.load(flags + SKIP) == 0, count, 0) if GATHER else count)
         if HAS_MOMENTUM:
             momentum = tl.load(hyper + group * HYPER + MOMENTUM).to(ACC)
-            damped = (1 - tl.load(hyper + group * HYPER + DAMPENING)).to(ACC)
             buffer = tl.load(buffers + slot).to(tl.pointer_type(DTYPE)) + offset
             old = tl.load(buffer, mask=exists & (momentum != 0), other=0.0).to(ACC)
-            new = tl.where(tl.load(fresh + slot) != 0, d, momentum * old + damped * d).to(DTYPE)
+            new = (momentum * old + d).to(DTYPE)
             tl.store(buffer, new, mask=go & (momentum != 0))
             look = tl.where(tl.load(hyper + group * HYPER + NESTEROV) != 0, d + momentum * new.to(ACC), new.to(ACC))
             d = tl.where(momentum != 0, look, d)
@@ -160,7 +158,7 @@ def roots_pass(
 
 @triton.jit
 def _update(
-    record, grad, buffer, is_new, values, index, factors, norms, root_grad, group, row0, column0, units,
+    record, grad, buffer, slope, values, index, factors, norms, root_grad, group, row0, column0, units,
     WIDE: tl.constexpr, SHOW: tl.constexpr, GIVE: tl.constexpr,
     NORMS: tl.constexpr, TAPS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, HAS_DECAY: tl.constexpr,
     DTYPE: tl.constexpr, ACC: tl.constexpr,
@@ -177,17 +175,15 @@ def _update(
     g_base = address_of(g_address, start, WIDE, DTYPE, VECTOR)
     BUFFER: tl.constexpr = ACC if SHOW or GIVE else DTYPE
     b_base = address_of(tl.load(buffer), start, WIDE, BUFFER, VECTOR)
-    s_base = address_of(tl.load(is_new).to(tl.int64), start, WIDE, ACC, VECTOR)  # where ∂ℓ/∂v goes, if it is shown
-    fresh = tl.load(is_new) != 0
+    s_base = address_of(tl.load(slope), start, WIDE, ACC, VECTOR)  # where ∂ℓ/∂v goes, if it is shown
     lr, momentum = tl.load(values + LR).to(ACC), tl.load(values + MOMENTUM).to(ACC)
-    damped, nesterov = (1 - tl.load(values + DAMPENING)).to(ACC), tl.load(values + NESTEROV) != 0
+    nesterov = tl.load(values + NESTEROV) != 0
     decay, sign = tl.load(values + DECAY).to(ACC), tl.load(values + SIGN).to(ACC)
     count_r, count_c = field(record, GROUPS) * rows, field(record, GROUPS) * columns
     row_table = index + tl.load(record + ROW_TABLE) + group * rows
     column_table = index + tl.load(record + COLUMN_TABLE) + group * columns
     unit_rows, unit_columns = units_of(record, rows, columns)
     g_rows, b_rows = tl.where((g_address != 0) & (not GIVE), rows, 0), tl.where(momentum != 0, rows, 0)
-    old_rows = tl.where(fresh, 0, b_rows)
     lane, line = tl.arange(0, WIDTH), tl.arange(0, ROWS)
     for i in range(steps):
         row = row0 + i * down * ROWS + line
@@ -225,8 +221,8 @@ def _update(
             if GIVE:
                 d = v - tl.load(b_base + offset, mask=(row < rows)[:, None] & there[None, :], other=0.0)
             if HAS_MOMENTUM:
-                old = tl.load(b_base + offset, mask=(row < old_rows)[:, None] & there[None, :], other=0.0).to(ACC)
-                new = tl.where(fresh, d, momentum * old + damped * d).to(DTYPE)
+                old = tl.load(b_base + offset, mask=(row < b_rows)[:, None] & there[None, :], other=0.0).to(ACC)
+                new = (momentum * old + d).to(DTYPE)
                 # At entries of the skeleton lies the momentum of their paths, or 0.
                 tl.store(b_base + offset, new, mask=(row < b_rows)[:, None] & there[None, :] & ~(by_row | by_column))
                 # What is stored is what is used, in the precision of the buffer.
@@ -241,7 +237,7 @@ def _update(
 
 @triton.jit
 def update_pass(
-    chunks, records, grads, buffers, fresh, hyper, index, factors, norms, flags, root_grad, units,
+    chunks, records, grads, buffers, slopes, hyper, index, factors, norms, flags, root_grad, units,
     SHOW: tl.constexpr, GIVE: tl.constexpr,
     NORMS: tl.constexpr, TAPS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
     HAS_DECAY: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr,
@@ -249,8 +245,8 @@ def update_pass(
 ):  # fmt: skip
     """w ← (w − lr·d·i)·m with i = 1/(Ĩ·Õ), d the direction of ∂ℓ/∂v = g·n·i; skeleton entries by their own factors.
 
-    SHOW: writes v into the buffers and ∂ℓ/∂v where `fresh` says. GIVE: w from what the buffers hold then. Chunks are
-    taken from the last to the first: what `flow_pass` read last is still in the cache.
+    SHOW: writes v into the buffers and ∂ℓ/∂v into the slopes. GIVE: w from what the buffers hold then. Chunks
+    are taken from the last to the first: what `flow_pass` read last is still in the cache.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     chunk = chunks + program * 4
@@ -264,13 +260,13 @@ def update_pass(
     if (SHOW or GIVE or (tl.load(flags + SKIP) == 0)) & ((tl.load(record + UNIT) != 0) | (tl.load(grads + slot) != 0)):
         if tl.load(record + EVEN) != 0:
             _update(
-                record, grads + slot, buffers + slot, fresh + slot, values,
+                record, grads + slot, buffers + slot, slopes + slot, values,
                 index, factors, norms, root_grad, group, row0, column0, units,
                 WIDE, SHOW, GIVE, NORMS, TAPS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS, WIDTH,
             )  # fmt: skip
         else:
             _update(
-                record, grads + slot, buffers + slot, fresh + slot, values,
+                record, grads + slot, buffers + slot, slopes + slot, values,
                 index, factors, norms, root_grad, group, row0, column0, units,
                 False, SHOW, GIVE, NORMS, TAPS, HAS_MOMENTUM, HAS_DECAY, DTYPE, ACC, ROWS, WIDTH,
             )  # fmt: skip

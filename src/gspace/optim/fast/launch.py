@@ -21,7 +21,7 @@ from gspace.optim.built import Built
 from gspace.optim.eager import Rules
 from gspace.optim.fast import kernels
 from gspace.optim.fast.network import Bound, Given, Kind, Outcome, addresses, depths, hyper_parameters
-from gspace.optim.fast.tables import Tile
+from gspace.optim.fast.tables import LAYOUT, Tile
 
 DEPTH, ROOTS, AT_ONCE, UNITS = 64, 16, 32, 256  # items of one program of the small passes, and sums it reads at a time
 WALK = 16  # steps that one pass takes
@@ -57,8 +57,6 @@ class FusedStep(Bound):
         self.device = weight.device
         self.flags = torch.zeros(3, dtype=torch.int32, device=weight.device)
         self.header = Header(self.parameters, weight.device)
-        # Which momentum buffers are new, and which have been since a step that was not taken.
-        self.new, self.waiting = torch.zeros(2, len(self.parameters), dtype=torch.int32, device=weight.device)
         self.walks = [walk.to(weight.device) for walk in _walks(self.tables.skeleton[:, -1].cpu())]
         self.products = torch.ones(2, 2 * len(self.root), dtype=torch.float64, device=weight.device).unbind()
         self.compiled: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
@@ -120,12 +118,12 @@ class FusedStep(Bound):
             self._launch(
                 "fold_pass", len(folds),
                 (folds, sent.grads, sent.hyper, sent.rates, self.partial, self.norms, free, self.sums, self.flags,
-                 sent.fresh, self.waiting, self.new, len(given.groups), len(self.new)),
+                 len(given.groups)),
                 DEPTH=DEPTH, ITEMS=self.fold_items, **self.kinds,
             )  # fmt: skip
         self._launch(
             "roots_pass", triton.cdiv(len(roots), ROOTS),
-            (roots, lists, params, sent.grads, sent.buffers, self.new, sent.hyper, self.sums, self.norms, self.flags,
+            (roots, lists, params, sent.grads, sent.buffers, sent.hyper, self.sums, self.norms, self.flags,
              coordinates, self.root_grad, self.ratio, self.raw, self.factors, len(roots), n),
             GATHER=kind != "give", MOVE=kind != "show", NORMS=self.normalized, SPREAD=self.spread,
             HAS_MOMENTUM=momentum, MAX_RATIO=self.max_ratio, MAX_DRIFT=self.max_drift,
@@ -137,7 +135,7 @@ class FusedStep(Bound):
             shape["enable_fp_fusion"] = False  # what the optimizer left alone comes back to the bit
         self._launch(
             "update_pass", len(chunks),
-            (chunks, params, sent.grads, sent.buffers, sent.fresh if kind == "show" else self.new, sent.hyper, units,
+            (chunks, params, sent.grads, sent.buffers, sent.slopes, sent.hyper, units,
              self.factors, self.norms, self.flags, self.root_grad, n),
             SHOW=kind == "show", GIVE=kind == "give", NORMS=self.normalized, TAPS=self.taps, HAS_MOMENTUM=momentum,
             HAS_DECAY=decay, **self.kinds, **shape,
@@ -186,8 +184,7 @@ class Sent(NamedTuple):
     """What changes from step to step, on the device.
 
     Attributes:
-        grads, buffers: Where they are, per parameter.
-        fresh: Whether the buffer is new, per parameter.
+        grads, buffers, slopes: Where they are, per parameter.
         hyper: Hyper-parameters of each group, float64.
         rates: For the learning rate and decay of each group, see `_rate`.
         aligned: Every address is a multiple of 16 bytes.
@@ -195,7 +192,7 @@ class Sent(NamedTuple):
 
     grads: Tensor
     buffers: Tensor
-    fresh: Tensor
+    slopes: Tensor
     hyper: Tensor
     rates: Tensor
     aligned: bool
@@ -225,7 +222,7 @@ class Header:
 
     def upload(self, given: Given) -> Sent:
         groups = given.groups
-        values = array("q", [*given.places, *given.fresh])
+        values = array("q", given.places)
         values.frombytes(hyper_parameters(groups, read=False).tobytes())
         rates = [_rate(group[key], self.device) for group in groups for key in ("lr", "weight_decay")]
         values.extend(rates)
@@ -244,8 +241,8 @@ class Header:
         width = len(sent.hyper) // len(groups)
         for k, rate in enumerate(rates):
             if rate == -1:
-                value, at = (groups[k // 2]["lr"], 0) if k % 2 == 0 else (groups[k // 2]["weight_decay"], 4)
-                sent.hyper[k // 2 * width + at].copy_(value.reshape(()))
+                value, at = (groups[k // 2]["lr"], "lr") if k % 2 == 0 else (groups[k // 2]["weight_decay"], "decay")
+                sent.hyper[k // 2 * width + LAYOUT["HYPER"].index(at)].copy_(value.reshape(()))
         return sent
 
     def _send(self, values: Tensor, capturing: bool) -> Tensor:

@@ -208,7 +208,7 @@ class NativeStep(Bound):
         return super().refusal(built, rules, tile)
 
     def _take(self, kind: Kind, given: Given) -> Outcome:
-        header = array("q", [*given.places, *given.fresh])
+        header = array("q", given.places)
         hyper = hyper_parameters(given.groups, read=True)
         self.plan.threads = min(torch.get_num_threads(), self.most_threads)
         function = getattr(self.library, kind)

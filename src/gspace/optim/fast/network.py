@@ -20,7 +20,7 @@ Groups = Sequence[Mapping[str, Any]]
 Kind = Literal["step", "show", "give"]
 State = Any  # of an optimizer, by parameter
 # What the passes multiply by where another optimizer moves path values.
-PLAIN = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0, "maximize": False}
+PLAIN = {"lr": 1.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "maximize": False}
 _GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
 
 
@@ -29,14 +29,12 @@ class Given(NamedTuple):
 
     Attributes:
         groups: The optimizer's parameter groups.
-        places: Addresses of gradients, then of momentum buffers, which lie in memory like their parameters; 0: missing.
-        fresh: Whether the buffer is new, per parameter. Where path values are shown, they are the buffers, and this is
-            the address of their gradient.
+        places: Addresses of gradients, momentum buffers, and nothing; or of gradients, path values to be shown, and
+            their gradients. All lie in memory like their parameters; 0: missing.
     """
 
     groups: Groups
     places: list[int]
-    fresh: Sequence[int]
 
 
 class Outcome(IntEnum):
@@ -156,14 +154,17 @@ class Bound:
         grads = self._grads()
         if grads is None:
             return None
-        buffers = fresh = self.nothing
+        buffers, made = self.nothing, list[Tensor]()
         if any(group["momentum"] != 0 for group in groups):
-            buffers, fresh = self._buffers(groups, state, grads)
-        outcome = self._take("step", Given(groups, addresses(grads) + buffers, fresh))
+            buffers, made = self._buffers(groups, state, grads)
+        outcome = self._take("step", Given(groups, addresses(grads) + buffers + self.nothing))
         if outcome == Outcome.TAKEN:
             torch.autograd.graph.increment_version(self.parameters)
-        else:
-            self._forget(state, fresh)
+            return outcome
+        for p in made:
+            del state[p]["momentum_buffer"]
+            if not state[p]:
+                del state[p]
         return outcome
 
     def show(self, values: Sequence[Tensor], slopes: Sequence[Tensor]) -> Outcome | None:
@@ -171,7 +172,7 @@ class Bound:
         grads = self._grads()
         if grads is None:
             return None
-        self.given = Given(self.plain, addresses(grads) + addresses(values), addresses(slopes))
+        self.given = Given(self.plain, addresses(grads) + addresses(values) + addresses(slopes))
         return self._take("show", self.given)
 
     def give(self) -> None:
@@ -203,26 +204,18 @@ class Bound:
             return None
         return [None if g is None else _like(p, g) for p, g in zip(self.parameters, grads, strict=True)]
 
-    def _buffers(self, groups: Groups, state: State, grads: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
-        """Addresses of momentum buffers, and which of them are new."""
-        buffers, fresh = [], []
+    def _buffers(self, groups: Groups, state: State, grads: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:
+        """Addresses of momentum buffers, and the parameters for which one was made."""
+        buffers: list[Tensor | None] = []
+        made = []
         for i, (p, g, group) in enumerate(zip(self.parameters, grads, self.groups, strict=True)):
-            has = groups[group]["momentum"] != 0 and (i < self.units or g is not None)
-            buffer = state[p].get("momentum_buffer") if has and p in state else None
-            fresh.append(has and buffer is None)
-            if has:
-                buffer = torch.zeros_like(p) if buffer is None else _like(p, buffer)
-                state[p]["momentum_buffer"] = buffer
+            buffer = None
+            if groups[group]["momentum"] != 0 and (i < self.units or g is not None):
+                buffer = state[p].get("momentum_buffer")
+                made += [p] * (buffer is None)
+                buffer = state[p]["momentum_buffer"] = torch.zeros_like(p) if buffer is None else _like(p, buffer)
             buffers.append(buffer)
-        return addresses(buffers), fresh
-
-    def _forget(self, state: State, fresh: Sequence[int]) -> None:
-        """Buffers made for a step that was not taken."""
-        for p, new in zip(self.parameters, fresh, strict=True):
-            if new:
-                del state[p]["momentum_buffer"]
-                if not state[p]:
-                    del state[p]
+        return addresses(buffers), made
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
@@ -251,5 +244,5 @@ def hyper_parameters(groups: Groups, *, read: bool) -> "array[float]":
             for x in (group["lr"], group["weight_decay"])
         )
         sign = -1.0 if group["maximize"] else 1.0
-        numbers.extend((lr, group["momentum"], group["dampening"], group["nesterov"], decay, sign))
+        numbers.extend((lr, group["momentum"], group["nesterov"], decay, sign))
     return numbers

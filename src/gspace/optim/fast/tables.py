@@ -34,11 +34,10 @@ LAYOUT = {
         "weight slot offset groups rows columns lanes steps down across row_table column_table column_out "
         "column_stride row_out row_stride period swap flow normal group unit chunk_rows chunk_columns even"
     ).split(),
-    "HYPER": "lr momentum dampening nesterov decay sign".split(),  # of a parameter group, float64
-    "HEADER": "grad buffer fresh".split(),  # of a parameter, new at every step
+    "HYPER": "lr momentum nesterov decay sign".split(),  # of a parameter group, float64
+    "HEADER": "grad buffer path_grad".split(),  # of a parameter, new at every step; the last two where values are shown
     "FOLD": "source count taps stride first end target edges fold_weight fold_slot".split(),
     "ROOT": "root_unit start length root_param root_offset root_norm root_group member members".split(),
-    "SHOWN": "loss_grad value path_grad".split(),  # the header where another optimizer moves path values
     "ENTRY": "address following".split(),
 }
 RECORD = LAYOUT["RECORD"]
