@@ -34,7 +34,7 @@ from gspace import GSGD
 from gspace.lab.data import load
 from gspace.lab.experiments import G_SGD, HELD, cifar
 from gspace.lab.learners import initial_model, loss_and_errors
-from gspace.lab.optimizers import build_optimizer, symmetry
+from gspace.lab.models import build_optimizer, symmetry
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import environment
 from gspace.lab.seeds import derive

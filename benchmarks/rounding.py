@@ -27,7 +27,7 @@ from torch.fx.experimental.optimization import fuse
 
 import gspace
 from gspace.lab.data import load, subset
-from gspace.lab.engine import arithmetic, resolve_device
+from gspace.lab.engine import Engine, arithmetic
 from gspace.lab.models import build_model
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import environment, open_run, write_json
@@ -129,7 +129,7 @@ def trained(recipe: Recipe, options: argparse.Namespace) -> tuple[nn.Module, dic
 def rows(recipe: Recipe, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """For each choice of weights: how far its function is from the trained one's, and the errors."""
     model, summary = trained(recipe, options)
-    data = subset(load(recipe.data, options.data_dir), test=recipe.test_size).to(resolve_device("auto"))
+    data = subset(load(recipe.data, options.data_dir), test=recipe.test_size).to(Engine().resolve().device)
     source = feed(data, recipe.inputs, "none")
     x, y = source.x_test, source.y_test
     probe = x[:PROBES].cpu().double()

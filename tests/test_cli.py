@@ -15,8 +15,16 @@ from torch import nn
 
 from gspace import analyze
 from gspace.lab import cli
-from gspace.lab.analyze import TOLERANCE, _relative_change, guess, largest_changes
-from gspace.lab.spec import RequestError, Spec, load_model, parse_spec
+from gspace.lab.analyze import (
+    TOLERANCE,
+    RequestError,
+    Spec,
+    _relative_change,
+    guess,
+    largest_changes,
+    load_model,
+    parse_spec,
+)
 
 SOURCE = Path(cli.__file__).resolve().parents[2]
 EXAMPLES = Path(__file__).with_name("example_models.py")

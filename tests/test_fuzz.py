@@ -23,10 +23,10 @@ import gspace
 from contract import Kind, flatten, train
 from contract import batches as draw_batches
 from error_inputs import OURS
+from gspace.lab.analyze import load_model, parse_spec
 from gspace.lab.archive import from_lines, read_records
 from gspace.lab.data import read_idx, read_npz
 from gspace.lab.errors import LabError
-from gspace.lab.spec import load_model, parse_spec
 from zoo import mlp
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "runs"

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import gspace
-from gspace.lab import cost, reproduce
+from gspace.lab import cells as cost
+from gspace.lab import reproduce
 from gspace.lab.cells import LENGTHS, Cell, Experiment, Variant, best, data_label, jobs, seeds, shorten, stand_in
 from gspace.lab.data import load
 from gspace.lab.experiments import CONTROLS, EXPERIMENTS, FROM_SKELETON, PRINTED, cifar, invariant_ratio
-from gspace.lab.learners import initial_model, stackable
-from gspace.lab.models import build_model
-from gspace.lab.optimizers import build_optimizer
+from gspace.lab.learners import batches, initial_model, stackable
+from gspace.lab.models import build_model, build_optimizer
 from gspace.lab.recipe import Recipe
-from gspace.lab.sweep import batches, read_queue
+from gspace.lab.sweep import read_queue
 from gspace.lab.transform import feed
 
 VARIANTS = {

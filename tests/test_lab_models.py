@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from gspace import analyze
-from gspace.lab.models import BLOCKS, MODELS, build_model, mlp, stage_ends
-from gspace.lab.optimizers import build_optimizer
+from gspace.lab.models import BLOCKS, MODELS, build_model, build_optimizer, mlp, stage_ends
 from gspace.lab.recipe import Recipe
 
 CIFAR = (3, 32, 32)

@@ -327,7 +327,7 @@ def test_atomic_writes_replace_or_leave(tmp_path: Path) -> None:
     write_atomic(path, b"t", b"wo")
     assert path.read_bytes() == b"two"
     with pytest.raises(RecordError, match="cannot write"):
-        write_atomic(tmp_path / "missing" / "file", b"three")
+        write_atomic(path / "file", b"three")
     assert os.listdir(tmp_path) == ["file"]
 
 

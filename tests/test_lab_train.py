@@ -25,6 +25,7 @@ from gspace.lab.errors import BusyError, DeviceError, Interrupted, LabError, Rec
 from gspace.lab.learners import (
     Single,
     activations,
+    batches,
     initial_model,
     largest_stack,
     loss_and_errors,
@@ -34,10 +35,10 @@ from gspace.lab.learners import (
     stackable,
 )
 from gspace.lab.loop import Progress, stop_requests
-from gspace.lab.optimizers import build_optimizer
+from gspace.lab.models import build_optimizer
 from gspace.lab.recipe import Recipe, changes, drops, learning_rate, steps_per_epoch, total_iterations
 from gspace.lab.record import Run, open_run, read_run
-from gspace.lab.sweep import batches, read_queue
+from gspace.lab.sweep import read_queue
 from gspace.lab.train import train, train_many
 from gspace.lab.transform import epoch_rows, feed
 

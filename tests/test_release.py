@@ -70,6 +70,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         ".c",
         ".html",
         ".json",
+        ".mplstyle",
         ".toml",
         ".typed",
     }

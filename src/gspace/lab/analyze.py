@@ -1,16 +1,29 @@
 """`gspace analyze SPEC`: the rescaling symmetry of a model, and with --verify a check that it is exact.
 
 The check rescales a float64 copy by factors e^N(0,1) and compares its outputs.
+
+A SPEC names a model: `package.module:callable(arguments)` or `path/to/model.py:callable(arguments)`. The arguments are
+Python literals and are read as such, never evaluated: `"model.py:build(width=32, depth=(2, 2))"`.
+`hf:LlamaConfig(hidden_size=64)` is the model of a Hugging Face config with random weights, and so is a folder that
+holds a config.json; nothing is downloaded.
 """
 
 import argparse
+import ast
 import contextlib
+import importlib
+import importlib.util
 import json
 import math
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +34,15 @@ from gspace.analysis.examples import guesses, redrawn
 from gspace.analysis.forward import Inputs, arguments, tensors_in, untouched
 from gspace.lab.cli import argument
 from gspace.lab.display import steps
-from gspace.lab.errors import RequestError, named
-from gspace.lab.spec import FORM, load_model, parse_spec
+from gspace.lab.errors import RequestError, reason
+
+FORM = (
+    "package.module:callable or path/to/model.py:callable, with literal arguments, as in model.py:build(width=32), "
+    "or hf:LlamaConfig(hidden_size=64), or a folder with a config.json"
+)
+
+# The shortest source that leaves a name behind the colon: 'C:\\nets\\model.py:build("a:b")' splits before 'build'.
+_SPEC = re.compile(r"(?P<source>.+?):(?P<name>[^\W\d][\w.]*)(?P<call>\(.*\))?", re.DOTALL)
 
 # Rounding of float64 (1e-16) grows with depth and with the spread of the factors; a wrong unit moves the output by
 # more than 1e-3. In between, at 1e-9, lies the line.
@@ -31,15 +51,10 @@ MODES = ("eval", "train")  # in this order: a pass in training mode moves the ru
 
 
 class Shape(NamedTuple):
-    """What an input is like.
+    """What an input is like."""
 
-    Attributes:
-        sizes: Its shape, batch first.
-        below: Integers from 0 to this one, exclusive, as an embedding takes them; 0: normal numbers.
-    """
-
-    sizes: tuple[int, ...]
-    below: int = 0
+    sizes: tuple[int, ...]  # batch first
+    below: int = 0  # integers from 0 to this one, exclusive, as an embedding takes them; 0: normal numbers
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,15 +67,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The model and what of it is pinned."""
     parser.add_argument("spec", metavar="SPEC", help=f"{FORM}; it is imported and executed")
-    parser.add_argument(
-        "--input-shape",
-        metavar="N,C,H,W",
-        type=_shape,
-        action="append",
-        default=[],
-        help="shape of an input, batch first; once per input (default: guessed from the model). "
-        "N,T:V is one of integers below V",
-    )
+    told = "shape of an input, batch first; once per input (default: guessed from the model); N,T:V: integers below V"
+    parser.add_argument("--input-shape", metavar="N,C,H,W", type=_shape, action="append", default=[], help=told)
     ties = "what an addition does to its operands: tie their scales, or pin them (the paper's choice) (default: tie)"
     parser.add_argument("--residual", choices=("pin", "tie"), default="tie", help=ties)
     parser.add_argument("--pin", metavar="NAME", action="append", default=[], help="a module whose units to pin")
@@ -176,7 +184,7 @@ def _outputs(model: nn.Module, inputs: Inputs, mode: str) -> list[Tensor]:
             shapes = " ".join(",".join(map(str, x.shape)) for x in tree_leaves(inputs) if isinstance(x, Tensor))
             raise RequestError(
                 f"the model does not accept an input of shape {shapes} in {mode} mode, give a fitting --input-shape: "
-                f"{named(error)}"
+                f"{reason(error, named=True)}"
             ) from error
 
 
@@ -210,3 +218,118 @@ _shape = argument(
     "shape: write positive sizes as in 2,3,32,32, or 2,16:1000 for integers below 1000",
 )
 seed = argument(int, lambda value: 0 <= value < 2**63, "seed: write an integer from 0 to 2^63 - 1")
+
+
+# From a SPEC to a model -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Where a model comes from."""
+
+    source: str  # a module's dotted name, or the path of a Python file
+    name: str  # the attribute to call, dotted if nested; a ready `nn.Module` is taken as it is
+    args: tuple[Any, ...] | None = None  # None if the SPEC has no parentheses
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_spec(text: str) -> Spec:
+    """The parts of a SPEC.
+
+    >>> parse_spec("nets/model.py:build(3, width=32)")
+    Spec(source='nets/model.py', name='build', args=(3,), kwargs={'width': 32})
+    """
+    if os.path.isfile(os.path.join(os.path.expanduser(text.strip()), "config.json")):  # False for what is no path
+        return Spec(text.strip(), "config.json")
+    match = _SPEC.fullmatch(text.strip())
+    if match is None:
+        raise RequestError(f"SPEC {text!r} is not of the form {FORM}")
+    return Spec(match["source"], match["name"], *(_literals(match["call"]) if match["call"] else ()))
+
+
+def load_model(spec: Spec) -> nn.Module:
+    """Imports `spec.source` and builds the model.
+
+    What the imported code prints goes to stderr, so that the standard output holds the report alone.
+    """
+    where = f"{spec.source}:{spec.name}"
+    with contextlib.redirect_stdout(sys.stderr):
+        if spec.source == "hf" or spec.name == "config.json":
+            return _from_config(spec)
+        factory: Any = _import(spec.source)
+        for part in spec.name.split("."):
+            if not hasattr(factory, part):
+                raise RequestError(f"{spec.source!r} has no {spec.name!r}")
+            factory = getattr(factory, part)
+        if isinstance(factory, nn.Module) and spec.args is None:
+            return factory
+        if isinstance(factory, nn.Module) or not callable(factory):
+            raise RequestError(f"{where} is a {type(factory).__name__} and builds no model")
+        try:
+            model = factory(*(spec.args or ()), **spec.kwargs)
+        except (Exception, SystemExit) as error:  # the factory is the user's and may raise anything
+            raise RequestError(f"{where} failed: {reason(error, named=True)}") from error
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"{where} gives a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _from_config(spec: Spec) -> nn.Module:
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise RequestError("Hugging Face models need the package transformers: pip install transformers") from error
+    try:
+        if spec.name == "config.json":
+            config = transformers.AutoConfig.from_pretrained(str(Path(spec.source).expanduser()), local_files_only=True)
+        else:
+            config = getattr(transformers, spec.name)(*(spec.args or ()), **spec.kwargs)
+        known = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]
+        if known:
+            return known[0](config)
+        causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
+        auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+        return auto.from_config(config)
+    except Exception as error:  # what transformers makes of a config may raise anything
+        raise RequestError(f"{spec.source}:{spec.name} failed: {reason(error, named=True)}") from error
+
+
+def _literals(call: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    try:
+        node = ast.parse(f"_{call}", mode="eval").body
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            raise SyntaxError("more than one pair of parentheses")
+        kwargs = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg is not None}
+        if len(kwargs) < len(node.keywords):
+            raise SyntaxError("** is not a literal")
+        return tuple(map(ast.literal_eval, node.args)), kwargs
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        only = "only literals are allowed (numbers, strings, ...)"
+        why = error.msg if isinstance(error, SyntaxError) else only
+        raise RequestError(f"cannot read the arguments {' '.join(call.split())}: {why}") from error
+
+
+def _import(source: str) -> ModuleType:
+    """The module `source` names. A file's folder, or the current one, can be imported from, as in `python FILE`."""
+    is_file = source.endswith(".py") or "/" in source or "\\" in source
+    path = Path(source).expanduser()
+    if is_file and not (path.is_file() and path.suffix == ".py"):
+        raise RequestError(f"cannot import {source!r}: no such Python file")
+    folder = str(path.resolve().parent) if is_file else str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return _execute(path) if is_file else importlib.import_module(source)
+    except (Exception, SystemExit) as error:  # the code is the user's and may raise anything
+        why = str(error) if isinstance(error, ModuleNotFoundError) else reason(error, named=True)
+        raise RequestError(f"cannot import {source!r}: {why}") from error
+
+
+def _execute(path: Path) -> ModuleType:
+    # Under a name of its own: a user's `json.py` must not replace the standard library's in sys.modules.
+    found = importlib.util.spec_from_file_location(f"gspace_spec_{path.stem}", path)
+    assert found is not None and found.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    found.loader.exec_module(module)
+    return module

@@ -9,29 +9,14 @@ reads such files and run folders alike. `test_error` is that of held-out trainin
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from gspace.lab.cells import Scores
 from gspace.lab.errors import RecordError, reason
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import (
-    COLUMNS,
-    METRICS,
-    RECIPE,
-    Line,
-    Record,
-    check_curve,
-    check_end,
-    check_sessions,
-    check_summary,
-    make_folder,
-    parsed,
-    read_run,
-    sealed,
-    unsealed,
-    write_atomic,
-)
+from gspace.lab.record import COLUMNS, METRICS, RECIPE, Record, parsed, read_run, sealed, unsealed, write_atomic
 
 POINTS, GRID_POINTS = 100, 10  # most points of a curve, and of one that only helps to choose a setting
 OLD = "*-seed*-????????????.json"
@@ -58,10 +43,9 @@ def from_line(text: bytes, path: Path, where: str) -> Record:
         content = unsealed(content, recipe.identity)
         if content.keys() - ENTRIES:
             raise ValueError(f"{min(content.keys() - ENTRIES)!r} is no entry of a record")
-        columns, summary = content["curve"], content["summary"]
+        columns, summary = content["curve"], dict(content["summary"])  # only what has ended is kept
         points = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        check_end(check_summary(summary, recipe), check_curve(points))
-        return Record(path, recipe, check_sessions(content["sessions"]), tuple(points), summary)
+        return Record.checked(path, recipe, content["sessions"], points, summary)
     except KeyError as error:
         raise RecordError(f"{where} is no record of a run: it has no {error}") from error
     except (ValueError, TypeError, AttributeError) as error:
@@ -69,7 +53,6 @@ def from_line(text: bytes, path: Path, where: str) -> Record:
 
 
 def from_lines(path: Path) -> list[Record]:
-    """The records of a file, one on each line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -82,7 +65,6 @@ def collect(records: Iterable[Record], out: Path, home: Callable[[Recipe], str])
 
     A run that is recorded there stays as it is, and where it is.
     """
-    make_folder(out)
     there = {path: {record.recipe: record for record in from_lines(path)} for path in sorted(out.glob("*.jsonl"))}
     known = {recipe for some in there.values() for recipe in some}
     added: dict[Path, int] = {}
@@ -118,17 +100,12 @@ def _each(paths: Sequence[Path]) -> Iterator[Record]:
 
 def scores_of(records: Sequence[Record]) -> Scores:
     """Test (or validation) errors of the finished runs; infinity for the diverged."""
-    found = {record.recipe: error_of(record.summary) for record in records if record.summary is not None}
-    return found.get
+    errors = {record.recipe: record.summary.get("test_error") for record in records if record.summary is not None}
+    # As a committed record has it: what is chosen among equals must not depend on where it is read.
+    return {recipe: inf if error is None else float(_rounded(error)) for recipe, error in errors.items()}.get
 
 
-def error_of(summary: Mapping[str, Any]) -> float:
-    """As a committed record has it: what is chosen among equals must not depend on where it is read."""
-    error = summary.get("test_error")
-    return float("inf") if error is None else float(_rounded(error))
-
-
-def thinned(metrics: Sequence[Line], points: int) -> Sequence[Line]:
+def thinned(metrics: Sequence[Any], points: int) -> Sequence[Any]:
     """At most so many points, evenly, the last one kept."""
     step = -(-len(metrics) // points)
     return metrics[::-1][:: max(1, step)][::-1]

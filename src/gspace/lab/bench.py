@@ -2,7 +2,8 @@
 
 import argparse
 import ast
-import runpy
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +20,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The benchmark's own exit code."""
     there = benchmarks(FOLDER)
     if not there:
         raise RequestError(f"no benchmarks in {FOLDER}: they come with the source, not with the installed package")
@@ -27,17 +27,10 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(f"{name:16}{what}" for name, what in there.items()))
         return 0
     name = check_name("benchmark", args.name, there)
-    before = sys.argv, sys.path
-    sys.argv, sys.path = [f"gspace bench {name}", *args.options], [str(FOLDER.parent), *sys.path]
-    try:
-        runpy.run_module(f"{FOLDER.name}.{name}", run_name="__main__")
-    except SystemExit as exit:
-        if isinstance(exit.code, str):  # as Python does with what a script ends in
-            print(exit.code, file=sys.stderr)
-        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
-    finally:
-        sys.argv, sys.path = before
-    return 0
+    places = (str(FOLDER.parent), str(Path(gspace.__file__).parents[1]), os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join(filter(None, places))
+    command = [sys.executable, "-m", f"{FOLDER.name}.{name}", *args.options]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
 
 
 def benchmarks(folder: Path) -> dict[str, str]:

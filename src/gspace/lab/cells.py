@@ -1,28 +1,38 @@
-"""What a table of the paper is made of: cells, each a few runs that differ in seed alone.
+"""What a table of the paper is made of, and costs: cells, each a few runs that differ in seed alone.
 
 An experiment is a generator of cells. Some are decided by the results of others (the best learning rate of a grid, run
 again with more seeds), so the generator is given the scores of what is finished and yields what can be known so far.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import groupby
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-from gspace.lab.learners import stack_key, stackable
-from gspace.lab.recipe import Recipe
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from gspace.lab.data import SETS
+from gspace.lab.learners import batches, code_key, stack_key, stackable
+from gspace.lab.models import build_model
+from gspace.lab.recipe import Recipe, curve_interval, images_of, total_iterations
+from gspace.lab.transform import input_shape
 
 Scores = Callable[[Recipe], float | None]
 """Test (or validation) error of a finished run, infinity if it diverged, None if it is not finished."""
 
+Grid = Sequence[Sequence[Recipe]]  # settings to choose from, each with its runs
 DATA_NAMES = {"digits": "digits", "mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
 DATA_NAMES |= {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 LENGTHS = {text: Fraction(text) for text in ("1", "1/2", "1/4", "1/8")}
 
 
-@dataclass(frozen=True)
-class Printed:
+class Printed(NamedTuple):
     """A number the paper prints, in per cent; one with a standard deviation is the mean of five runs."""
 
     mean: float
@@ -34,13 +44,9 @@ class Printed:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train.
+    """A way to train: its names on the command line and in tables, and what it sets in a recipe.
 
-    Attributes:
-        key: Its name on the command line.
-        label: Its name in tables.
-        fields: What it sets in a recipe.
-        control: Whether it is there to explain the others.
+    A control is there to explain the others.
     """
 
     key: str
@@ -56,8 +62,7 @@ class Method:
         return recipe.but(**fields)
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """A quantity that the rows of a table vary: its value for a run, and how a row states it if its name does not."""
 
     label: str
@@ -69,14 +74,8 @@ class Axis:
 class Cell:
     """One number of a table: the mean over its runs.
 
-    Attributes:
-        part: Heading of the table it stands in.
-        row: Its line there, but for the data set.
-        method: Its column there.
-        recipes: Its runs, one per seed.
-        paper: What the paper prints in its place.
-        setting: What was chosen for it, if something was.
-        axis: The quantity that the table's rows vary, if it is one.
+    It stands in the table with the heading `part`, in the line `row`, to which the data set is added, and in the column
+    `method`. `setting` says what was chosen for it, `axis` is the one quantity that the rows vary.
     """
 
     part: str
@@ -89,26 +88,13 @@ class Cell:
 
     @property
     def line(self) -> str:
-        """Its row, with the data set as a reader must see it."""
         note = f" ({self.axis.note.format(self.axis.of(self.recipes[0]))})" if self.axis and self.axis.note else ""
         return ", ".join(filter(None, (f"{self.row}{note}", data_label(self.recipes[0]))))
-
-    def only(self, seeds: Collection[int]) -> "Cell":
-        return replace(self, recipes=tuple(recipe for recipe in self.recipes if recipe.seed in seeds))
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or a figure of the paper, or a question of ours.
-
-    Attributes:
-        name: Its name on the command line.
-        cells: Yields its cells, for full or quick size.
-        question: What it tests.
-        notes: Choices that the paper leaves open, and anything a reader must know.
-        source: Where it stands in the paper; empty if it does not.
-        command: What runs it, if not `gspace reproduce`.
-    """
+    """A table or a figure of the paper, or a question of ours; `cells` are those of full or of quick size."""
 
     name: str
     cells: Callable[[bool, Scores], Iterator[Cell]]
@@ -117,18 +103,10 @@ class Experiment:
     source: str = ""
     command: str = ""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "command", self.command or f"gspace reproduce {self.name}")
-
 
 @dataclass(frozen=True)
 class Variant:
-    """How much of an experiment is run, and on what.
-
-    Attributes:
-        quick: Small networks on the digits, minutes on a CPU.
-        length: Fraction of the full schedule.
-    """
+    """How much of an experiment is run: small networks on the digits, or a fraction of the full schedule."""
 
     quick: bool = False
     length: Fraction = Fraction(1)
@@ -141,7 +119,6 @@ class Variant:
 
     @property
     def flags(self) -> str:
-        """The command line's way to ask for it."""
         return (" --quick" if self.quick else "") + ("" if self.length == 1 else f" --length {self.length}")
 
     def apply(self, recipe: Recipe) -> Recipe:
@@ -188,7 +165,7 @@ def seeds(recipe: Recipe, count: int) -> tuple[Recipe, ...]:
     return tuple(recipe.but(seed=seed) for seed in range(count))
 
 
-def best(candidates: Sequence[Sequence[Recipe]], scores: Scores) -> Recipe | None:
+def best(candidates: Grid, scores: Scores) -> Recipe | None:
     """First run of the candidate with the lowest mean score; None while any run of any of them is unfinished.
 
     Runs that diverge end first: what is known early is no fair sample.
@@ -220,3 +197,75 @@ def jobs(cells: Sequence[Cell]) -> list[Recipe]:
     for runs in groups.values():
         ordered += runs if stackable(runs[0]) else sorted(runs, key=lambda recipe: recipe.seed)
     return list(dict.fromkeys(ordered))
+
+
+# What an experiment costs before it is run ----------------------------------------------------------------------------
+
+
+class Machine(NamedTuple):
+    """A machine that costs are stated for.
+
+    An iteration takes the longer of its floating-point work and the time to issue it; both figures were measured
+    (Plain-34 and ResNet-34 on the GPU, MLPs and quick networks on the CPU). Good to a factor of two.
+    """
+
+    name: str
+    flops: Mapping[str, float]  # per second that training reaches, by precision
+    layer_seconds: float  # to issue one layer of one iteration, forward, backward and step
+    start_seconds: float  # to load, build and capture a run
+    compile_seconds: float  # per layer, once for runs of the same network; a stack of MLPs is not compiled
+
+
+GPU = Machine("one NVIDIA H200", {"bf16": 2.1e14, "tf32": 1.25e14, "float32": 4e13, "float64": 2e13}, 3e-5, 2.0, 1.4)
+CPU = Machine("two CPU cores", {"bf16": 2e10, "tf32": 6e10, "float32": 6e10, "float64": 3e10}, 3e-4, 0.5, 0.0)
+
+
+def estimate(recipes: Sequence[Recipe], machine: Machine, stack: int = 16) -> float:
+    """Seconds to run them one after the other, MLPs stacked; compiled when the network is another than before."""
+    groups = list(batches(recipes, stack))
+    alone = [members[0] for members in groups if not stackable(members[0])]
+    layers = sum(network_cost(next(same))[1] for _, same in groupby(alone, key=code_key))
+    return sum(_seconds(members, machine) for members in groups) + layers * machine.compile_seconds
+
+
+def _seconds(members: Sequence[Recipe], machine: Machine) -> float:
+    recipe, count = members[0], len(members)
+    total = total_iterations(recipe, images_of(recipe))
+    flops, layers = network_cost(recipe)
+    rate = machine.flops[recipe.precision]
+    step = max(3 * flops * recipe.batch_size * count / rate, layers * machine.layer_seconds)
+    tested = recipe.test_size or recipe.validation or SETS[recipe.data].test
+    points = total // curve_interval(recipe, total)
+    return machine.start_seconds + total * step + points * tested * count * flops / rate
+
+
+def network_cost(recipe: Recipe) -> tuple[int, int]:
+    """Operations of one image's forward pass, and the number of layers with weights."""
+    return _network_cost(code_key(recipe))
+
+
+@functools.cache
+def _network_cost(recipe: Recipe) -> tuple[int, int]:
+    shape, classes = input_shape(recipe.data, recipe.inputs), SETS[recipe.data].classes
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:  # without memory
+        model = build_model(recipe.model, shape, classes, hidden=recipe.hidden, width=recipe.width).eval()
+        model(torch.empty(1, *shape))
+    return counter.get_total_flops(), sum(isinstance(module, nn.Conv2d | nn.Linear) for module in model.modules())
+
+
+def duration(seconds: float) -> str:
+    """Rounded for a reader.
+
+    >>> duration(40), duration(1500), duration(9000)
+    ('40 s', '25 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def costs(recipes: Sequence[Recipe], machines: Sequence[Machine] = (GPU, CPU)) -> str:
+    """The estimate on the machine that is meant, or on those that could be and would take less than a day."""
+    found = {machine.name: estimate(recipes, machine) for machine in machines}
+    bearable = 24 * 3600 if len(found) > 1 else math.inf
+    return ", ".join(f"{duration(seconds)} on {name}" for name, seconds in found.items() if seconds < bearable)

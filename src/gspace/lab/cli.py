@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NoReturn, TypeVar
 
 import gspace
-from gspace.lab.errors import LabError, RequestError, named, reason
+from gspace.lab.errors import LabError, RequestError, reason
 
 T = TypeVar("T")
 
@@ -72,9 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         # These carry a message written for the user; anything else is a surprise and needs its type.
         written = isinstance(error, LabError | ValueError)
-        print(
-            f"gspace: error: {reason(error) if written else f'{named(error)} (--debug shows where)'}", file=sys.stderr
-        )
+        message = reason(error) if written else f"{reason(error, named=True)} (--debug shows where)"
+        print(f"gspace: error: {message}", file=sys.stderr)
         return error.exit_code if isinstance(error, LabError) else 2
 
 

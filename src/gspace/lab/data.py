@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +33,9 @@ KEYS = ("x_train", "y_train", "x_test", "y_test")
 IDX_NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 IDX_FILES = dict(zip(KEYS, IDX_NAMES, strict=True))
 PIXELS = 3 * 32 * 32  # of an image of CIFAR
-TIMEOUT = 60  # seconds of a download without a byte
 
+Folder = str | os.PathLike[str] | None
+Device = torch.device | str
 Array = np.ndarray[Any, np.dtype[Any]]
 Raw = Mapping[str, tuple[Array, Path]]  # the four arrays as stored, each with the file it was read from
 Reader = Callable[[Path], Raw | None]  # None if its files are not in the folder
@@ -42,32 +43,24 @@ Reader = Callable[[Path], Raw | None]  # None if its files are not in the folder
 
 @dataclass(frozen=True)
 class DataSet:
-    """Images and labels of one data set, all on one device.
-
-    Attributes:
-        x_train, x_test: Pixels, uint8 `(N, channel, height, width)`.
-        y_train, y_test: Labels, int64 `(N,)`.
-        white: The pixel value that means 1.
-        mean, std: Per channel over the training images, of pixels in [0, 1], `(channel,)`.
-    """
+    """Images and labels of one data set, all on one device."""
 
     name: str
-    x_train: Tensor
-    y_train: Tensor
+    x_train: Tensor  # pixels, uint8 `(N, channel, height, width)`
+    y_train: Tensor  # int64 `(N,)`
     x_test: Tensor
     y_test: Tensor
     classes: int
-    white: float
-    mean: Tensor
+    white: float  # the pixel value that means 1
+    mean: Tensor  # per channel over the training images, of pixels in [0, 1]
     std: Tensor
 
-    def to(self, device: torch.device | str) -> "DataSet":
+    def to(self, device: Device) -> "DataSet":
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
 
-@dataclass(frozen=True)
-class Remote:
+class Remote(NamedTuple):
     """One file to download: where it is, its SHA-256, and where it belongs below the data folder."""
 
     url: str
@@ -77,23 +70,15 @@ class Remote:
 
 @dataclass(frozen=True)
 class Published:
-    """What a published data set must look like.
+    """What a published data set must look like."""
 
-    Attributes:
-        shape: Of one stored image.
-        train, test: Number of images.
-        sha256: Digest of each array's bytes, images in `shape`'s order; an array without one is not compared.
-        readers: The formats it may lie in, tried in order.
-        remotes: Where it can be downloaded.
-    """
-
-    shape: tuple[int, ...]
-    train: int
+    shape: tuple[int, ...]  # of one stored image
+    train: int  # number of images
     test: int
     classes: int
-    readers: tuple[Reader, ...]
-    sha256: Mapping[str, str] = field(default_factory=dict)
-    remotes: tuple[Remote, ...] = ()
+    readers: tuple[Reader, ...]  # the formats it may lie in, tried in order
+    sha256: Mapping[str, str] = field(default_factory=dict)  # of each array's bytes; one without is not compared
+    remotes: tuple[Remote, ...] = ()  # where it can be downloaded
     white: float = 255.0
 
 
@@ -109,7 +94,6 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def read_npz(root: Path, *, file: str) -> Raw | None:
-    """One `.npz` archive with the four arrays."""
     path = root / file
     if not path.is_file():
         return None
@@ -182,7 +166,8 @@ def _published() -> Iterator[tuple[str, Published]]:
         yield name, Published(tuple(facts.pop("shape")), readers=readers, remotes=remotes, **facts)
 
 
-SETS: Mapping[str, Published] = dict(_published())
+Sets = Mapping[str, Published]
+SETS: Sets = dict(_published())
 
 
 # From files to tensors ------------------------------------------------------------------------------------------------
@@ -194,7 +179,8 @@ def read(name: str, spec: Published, root: Path) -> DataSet | None:
     if raw is None:
         return None
     arrays = {key: _verified(key, spec, *stored) for key, stored in raw.items()}
-    x_train, x_test = (_channels_first(arrays[key]) for key in ("x_train", "x_test"))
+    stored = (arrays[key] if arrays[key].ndim == 4 else arrays[key][..., None] for key in ("x_train", "x_test"))
+    x_train, x_test = (np.ascontiguousarray(images.transpose(0, 3, 1, 2)) for images in stored)
     y_train, y_test = (torch.tensor(arrays[key], dtype=torch.int64) for key in ("y_train", "y_test"))
     images = torch.tensor(x_train), y_train, torch.tensor(x_test), y_test
     return DataSet(name, *images, spec.classes, spec.white, *_moments(x_train, spec.white))
@@ -214,10 +200,6 @@ def _verified(key: str, spec: Published, array: Array, source: Path) -> Array:
     return array
 
 
-def _channels_first(images: Array) -> Array:
-    return np.ascontiguousarray(images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2))
-
-
 def _moments(images: Array, white: float) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation per channel, from the histogram of the 256 values: exact, in one pass."""
     values = np.arange(256) / white
@@ -228,18 +210,13 @@ def _moments(images: Array, white: float) -> tuple[Tensor, Tensor]:
     return torch.tensor(mean, dtype=torch.float32), torch.tensor(std, dtype=torch.float32)
 
 
-def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path:
+def data_folder(data_dir: Folder = None) -> Path:
     """Where data sets lie: the argument, else `$GSPACE_DATA`, else `~/.cache/gspace`."""
     return Path(data_dir or os.environ.get("GSPACE_DATA") or Path.home() / ".cache" / "gspace").expanduser()
 
 
 def load(
-    name: str,
-    data_dir: str | os.PathLike[str] | None = None,
-    device: torch.device | str = "cpu",
-    *,
-    download: bool = False,
-    sets: Mapping[str, Published] = SETS,
+    name: str, data_dir: Folder = None, device: Device = "cpu", *, download: bool = False, sets: Sets = SETS
 ) -> DataSet:
     """The data set called `name`, verified, on `device`; downloaded into its folder if absent and asked for."""
     spec, root = sets[name], data_folder(data_dir)
@@ -264,7 +241,7 @@ def fetch_all(remotes: Sequence[Remote], root: Path) -> None:
     for remote in remotes:
         target, url = root / remote.path, remote.url
         bar = DownloadBar(target.name)
-        way = pooch.HTTPDownloader(progressbar=bar, chunk_size=1 << 18, timeout=TIMEOUT)
+        way = pooch.HTTPDownloader(progressbar=bar, chunk_size=1 << 18, timeout=60)
         try:
             pooch.retrieve(url, f"sha256:{remote.sha256}", target.name, target.parent, downloader=way)
         except RequestException as error:

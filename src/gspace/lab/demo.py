@@ -26,32 +26,29 @@ from gspace.lab.archive import read_records
 from gspace.lab.cells import Cell, Experiment, Scores, Variant, jobs, seeds
 from gspace.lab.data import load
 from gspace.lab.display import display, steps
-from gspace.lab.document import Panel, Section, Series, Table
+from gspace.lab.document import Panel, Section, Series, Table, narrow
 from gspace.lab.engine import Engine
 from gspace.lab.experiments import CONTROLS, G_SGD, PATH_SGD, SGD
 from gspace.lab.learners import initial_model
 from gspace.lab.loop import stop_requests
-from gspace.lab.optimizers import build_optimizer
+from gspace.lab.models import build_optimizer
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import make_folder
 from gspace.lab.report import assemble, publish
 from gspace.lab.sweep import finished, run_all
-from gspace.lab.tabulate import MEASURES, Found, outcome, write
 from gspace.lab.train import Session
 from gspace.lab.transform import Feed, epoch_rows, feed
 
 MLP = Recipe(data="digits", model="mlp", hidden=(32, 32), lr=0.1, batch_size=32, epochs=15.0, eval_every=44)
 CNN = MLP.but(model="cnn", width=8, epochs=5.0, eval_every=22)
 NETWORKS = {"MLP [64 : 32 : 32 : 10]": (MLP, 5), "CNN [8 : 16 : 16 channels]": (CNN, 3)}
-METHODS = (SGD, G_SGD, PATH_SGD, *CONTROLS)
 TWINS = (SGD, PATH_SGD, G_SGD)
 STEPS = 44  # of the two copies of a network: an epoch
-CLAIM = "**SGD trains a network and its rescaled copy to two results; G-SGD trains both to one.**"
 
 
 def _cells(quick: bool, scores: Scores) -> Iterator[Cell]:
     for name, (base, count) in NETWORKS.items():
-        for method in METHODS:
+        for method in (SGD, G_SGD, PATH_SGD, *CONTROLS):
             yield Cell("test error", name, method, seeds(method.on(base), count))
 
 
@@ -80,29 +77,14 @@ def run(args: argparse.Namespace) -> int:
         told = redirect_stdout(io.StringIO()) if console.is_terminal else nullcontext()  # a log keeps a line per run
         with stop_requests() as stop, shown as watch, told:
             failed = run_all(jobs(cells), runs, Session(engine=Engine(device="cpu"), watch=watch, stop=stop))
-    records = read_records([runs])
-    console.print(grid(results(cells, {record.recipe: record for record in records})))
-    report = assemble(records, [DEMO], DEMO.command)
+    report = assemble(read_records([runs]), [DEMO], DEMO.command)
     (last,) = report.sections
+    for table in last.tables:
+        console.print(grid(narrow(table, 80)))
     sections = (*opening, replace(last, text=(*last.text, *report.text)))
     written = publish(replace(report, title="gspace demo", text=(), sections=sections), args.out / "report")
     console.print("\n".join(str(path) for path in written), soft_wrap=True)
     return 1 if failed else 0
-
-
-def results(cells: Sequence[Cell], found: Found) -> Table:
-    """Methods against networks: test error and training loss."""
-    measures = MEASURES.values()
-
-    def row(method: str) -> tuple[str, ...]:
-        own = [cell for cell in cells if cell.method.label == method]
-        texts = ((cell, write(outcome(cell.recipes, found, one), one)) for cell in own for one in measures)
-        return (method, *(text.removesuffix(f" ({len(cell.recipes)})") for cell, text in texts))
-
-    kinds = ((name.split()[0], count, one) for name, (_, count) in NETWORKS.items() for one in measures)
-    head = ("", *(f"{name}, n = {count}:\n{one.label}" for name, count, one in kinds))
-    title = "Trained at one rate, 0.1: mean ± standard deviation over n seeds"
-    return Table(title, head, tuple(row(method.label) for method in METHODS))
 
 
 def headline(source: Feed) -> tuple[Section, Section]:
@@ -112,7 +94,8 @@ def headline(source: Feed) -> tuple[Section, Section]:
         for name, (recipe, _) in NETWORKS.items():
             begin(f"analyze {name}")
             model = initial_model(recipe, source).double()
-            analysis, batches = gspace.analyze(model), list(first_batches(source, recipe, STEPS))
+            rows = epoch_rows(recipe.seed, 0, len(source.labels), recipe.batch_size, source.augment)[:STEPS]
+            analysis, batches = gspace.analyze(model), [(x.double(), y) for x, y in map(source.batch, rows)]
             moved = largest_changes(model, analysis, (batches[0][0],), torch.Generator().manual_seed(0))
             ratio = f"{analysis.invariant_ratio:.4f}"
             facts.append((name, str(analysis.m), str(analysis.H), ratio, f"{max(moved.values()):.0e}"))
@@ -125,13 +108,18 @@ def headline(source: Feed) -> tuple[Section, Section]:
                 found[method] = [trained(start, chosen, batches) for start in starts]
             gaps = (max(abs(a - b) / a for a, b in zip(*pair, strict=True)) for pair in found.values())
             apart.append((name, *(f"{gap:.0e}" for gap in gaps)))
-            drawn += [Panel(f"{m.label}, {name}", "step", "training loss", _curves(found[m])) for m in (SGD, G_SGD)]
+            for method in (SGD, G_SGD):
+                one, other = ([(float(k), (loss,)) for k, loss in enumerate(losses)] for losses in found[method])
+                copied = Series("rescaled copy", other, control=True, hue=1, width=1.5)  # can be seen on the other
+                curves = (Series("network", one, hue=5, width=5.0), copied)
+                drawn.append(Panel(f"{method.label}, {name}", "step", "training loss", curves))
     scaled = ("network", "weights m", "units H", "H/m", "output moves by")
     title = f"Trained for {STEPS} steps: largest relative gap between the losses of the two"
+    claim = "**SGD trains a network and its rescaled copy to two results; G-SGD trains both to one.**"
     text = "The copy computes the same function with other weights: every hidden unit is rescaled by e^N(0, 1)."
     tables = Table("Rescaled", scaled, tuple(facts)), Table(title, ("network", *(m.label for m in TWINS)), tuple(apart))
     return (
-        Section("headline", "One network, written twice", "", (CLAIM, text), (), tuple(drawn)),
+        Section("headline", "One network, written twice", "", (claim, text), (), tuple(drawn)),
         Section("twins", "The same in numbers", "", (), tables),
     )
 
@@ -149,25 +137,10 @@ def trained(start: nn.Module, recipe: Recipe, batches: Sequence[tuple[Tensor, Te
     return losses
 
 
-def _curves(pair: Sequence[Sequence[float]]) -> tuple[Series, ...]:
-    """The second can be seen on the first."""
-    one, other = ([(float(x), (y,)) for x, y in enumerate(losses)] for losses in pair)
-    copy = Series("rescaled copy", other, control=True, hue=1, width=1.5)
-    return Series("network", one, hue=5, width=5.0), copy
-
-
-def first_batches(source: Feed, recipe: Recipe, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Those of a run, in float64."""
-    for rows in epoch_rows(recipe.seed, 0, len(source.labels), recipe.batch_size, source.augment)[:count]:
-        x, y = source.batch(rows)
-        yield x.double(), y
-
-
 def grid(table: Table) -> Grid:
-    """For the terminal."""
     made = Grid(title=table.title, title_justify="left", title_style="bold", box=SIMPLE)
     for k, name in enumerate(table.head):
-        made.add_column(name, justify="right" if k else "left", no_wrap=k > 0)
+        made.add_column(name.replace(", ", ",\n"), justify="right" if k else "left", no_wrap=k > 0)
     for row in table.rows:
         made.add_row(*row)
     return made

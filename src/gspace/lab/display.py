@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def seen() -> bool:
-    """Whether there is somebody to see bars."""
     return sys.stderr.isatty() or bool(os.environ.get("FORCE_COLOR"))
 
 
@@ -35,23 +34,22 @@ def bars() -> "Bars":
 
 @contextmanager
 def display(total: int, *, quiet: bool = False) -> "Iterator[Watch | None]":
-    """A bar for all runs and one for that in progress, or lines on standard output; with `quiet`, nothing."""
+    """A bar of all runs that names the one in progress, or lines on standard output; with `quiet`, nothing."""
     shown = bars()
     if quiet or shown.disable:
         yield None if quiet else show
         return
     with shown:
-        everything, now = (shown.add_task(name, total=total, note="") for name in ("all", ""))
+        bar = shown.add_task("", total=total, note="")
         parts: dict[tuple[Recipe, ...], float] = {}
 
         def watch(told: "Progress") -> None:
             parts[told.recipes] = len(told.recipes) * told.iteration / told.total
             done, first = sum(parts.values()), told.recipes[0]
-            shown.update(everything, completed=done, note=f"{done:.1f}/{total} runs")
-            note = f"{told.seconds_left:.0f} s left, loss {told.loss[0]:.4f}, {told.images_per_second:,.0f} images/s"
+            speed = f"{told.seconds_left:.0f} s left, loss {told.loss[0]:.4f}, {told.images_per_second:,.0f} images/s"
             many = f"{len(told.recipes)} at once" if len(told.recipes) > 1 else f"seed {first.seed}"
-            name = f"{first.data}, {first.model}, {first.optimizer}, {many}"
-            shown.update(now, description=name, completed=told.iteration, total=told.total, note=note)
+            name = f"{first.data}, {first.model}, {first.optimizer}, {many}: {speed}"
+            shown.update(bar, description=name, completed=done, note=f"{done:.1f}/{total} runs")
 
         yield watch
 

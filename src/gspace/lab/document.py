@@ -12,18 +12,13 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from string import Template
+from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
 
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under a head.
-
-    Attributes:
-        numbers: Index of the first column that holds numbers.
-        note: What is to be said before it.
-    """
+class Table(NamedTuple):
+    """Rows of text under a head; `numbers` is the first column that holds numbers, the note is said before it."""
 
     title: str
     head: tuple[str, ...]
@@ -36,10 +31,7 @@ class Table:
 class Series:
     """One curve: the values of its runs at each x; drawn are their mean, and a band from the smallest to the largest.
 
-    Attributes:
-        control: Drawn dashed.
-        hue: Which colour, the same for a method wherever it is drawn.
-        width: Of the line, where another may lie on it.
+    A control is dashed. `hue` is the number of its colour, `width` that of the line, where another may lie on it.
     """
 
     label: str
@@ -56,11 +48,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes.
-
-    Attributes:
-        ticks: Names of x = 0, 1, 2, ..., if x is no number; the series are then points, not lines.
-    """
+    """One pair of axes. `ticks` name x = 0, 1, 2, ..., if x is no number; the series are then points, not lines."""
 
     title: str
     x_label: str
@@ -73,12 +61,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment at one size.
-
-    Attributes:
-        name: File name of its figure.
-        command: What runs it, if that is to be said.
-    """
+    """One experiment at one size: the file name of its figure, and what runs it, if that is to be said."""
 
     name: str
     title: str
@@ -90,11 +73,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """All of a report.
-
-    Attributes:
-        summary: Tables before all sections.
-    """
+    """All of a report; the tables of the summary stand before all sections."""
 
     title: str
     command: str
@@ -156,15 +135,11 @@ def code(text: str) -> str:
     return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"
 
 
-def names(head: Sequence[str]) -> list[str]:
-    """The head with every name once: "ours" stands behind the paper's column of each method."""
-    paper = [name.removesuffix(": paper") for name in ("", *head[:-1])]
-    return [f"{method}: ours" if name == "ours" else name for method, name in zip(paper, head, strict=True)]
-
-
 def narrow(table: Table, letters: int = 120) -> Table:
     """With rows and columns exchanged, if it is wider than so many letters and narrower the other way."""
-    rows = [tuple(names(table.head)), *table.rows]
+    paper = [name.removesuffix(": paper") for name in ("", *table.head[:-1])]  # before each "ours"
+    head = [f"{m}: ours" if name == "ours" else name for m, name in zip(paper, table.head, strict=True)]
+    rows = [tuple(head), *table.rows]
     turned = list(zip(*rows, strict=True))
     if table.numbers != 1 or not _width(turned) < _width(rows) > letters:
         return table

@@ -10,21 +10,17 @@ import importlib.util
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gspace.lab.errors import DeviceError
+from gspace.lab.recipe import option
 
 WARM_UP = 3  # iterations before capture: kernels are compiled and chosen, buffers of the optimizer exist
-
-
-def option(default: Any, help: str) -> Any:
-    """A field that is an option of the command line."""
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,13 @@ class Engine:
 
     def resolve(self) -> "Engine":
         """The same with every choice made; an error if what is asked for is not here."""
-        device = resolve_device(self.device)
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        try:
+            device = torch.device(("cuda" if there else "cpu") if self.device == "auto" else self.device)
+        except RuntimeError as error:
+            raise DeviceError(f"unknown device {self.device!r}: try cpu, cuda or auto") from error
+        if device.type == "cuda" and (device.index or 0) >= there:
+            raise DeviceError(f"device {device} was asked for, but {there} CUDA devices are here: try cpu")
         cuda = device.type == "cuda"
         if self.graph and not cuda:
             raise DeviceError(f"a CUDA graph was asked for, but the device is {device}")
@@ -48,32 +50,12 @@ class Engine:
         return replace(self, device=str(device), compile=compile, graph=cuda if self.graph is None else self.graph)
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Where the runs of a sweep are computed, if not here.
+class Cluster(NamedTuple):
+    """Where the runs of a sweep are computed, if not here, and what each of them takes."""
 
-    Attributes:
-        address: Of a Ray cluster ("auto": the one of this machine); None starts one of this machine alone.
-        gpus: Share of a GPU that each run, or stack of MLPs, takes.
-        threads: Its CPU threads.
-    """
-
-    address: str | None = None
+    address: str | None = None  # "auto": the one of this machine; None starts one of this machine alone
     gpus: float = 0.0
     threads: int = 1
-
-
-def resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise DeviceError(f"unknown device {name!r}: try cpu, cuda or auto") from error
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        there = f"{torch.cuda.device_count()} CUDA devices are here"
-        raise DeviceError(f"device {name} was asked for, but {there}: try cpu")
-    return device
 
 
 @contextmanager
@@ -83,33 +65,27 @@ def arithmetic(precision: str, deterministic: bool) -> Iterator[None]:
     "tf32" rounds the factors of products to 10 bits, "float32" does not, "bf16" casts them by autocast and leaves the
     rest at "tf32". A CPU has no tf32: there "tf32" means float32. "float64" holds everything in float64.
     """
-    cudnn = torch.backends.cudnn
-    before = (
-        torch.get_float32_matmul_precision(),
-        cudnn.allow_tf32,
-        cudnn.benchmark,
-        cudnn.deterministic,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    exact = precision in ("float32", "float64")
+    cudnn, exact = torch.backends.cudnn, precision in ("float32", "float64")
+    flags = {"allow_tf32": not exact, "benchmark": not deterministic, "deterministic": deterministic}
+    before = {name: getattr(cudnn, name) for name in flags}
+    matmul, same = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
-    _set_arithmetic("highest" if exact else "high", not exact, not deterministic, deterministic, deterministic)
+
+    def choose(matmul: str, flags: Mapping[str, bool], same: bool) -> None:
+        torch.set_float32_matmul_precision(matmul)
+        for name, value in flags.items():
+            setattr(cudnn, name, value)
+        torch.use_deterministic_algorithms(same)
+
+    choose("highest" if exact else "high", flags, deterministic)
     try:
         yield
     finally:
-        _set_arithmetic(*before)
-
-
-def _set_arithmetic(matmul: str, tf32: bool, benchmark: bool, cudnn_deterministic: bool, deterministic: bool) -> None:
-    torch.set_float32_matmul_precision(matmul)
-    cudnn = torch.backends.cudnn
-    cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = tf32, benchmark, cudnn_deterministic
-    torch.use_deterministic_algorithms(deterministic)
+        choose(matmul, before, same)
 
 
 def number_type(precision: str) -> torch.dtype:
-    """What weights and inputs are held in."""
     return torch.float64 if precision == "float64" else torch.float32
 
 
@@ -119,7 +95,6 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """bf16 products if the recipe says so."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
@@ -138,7 +113,6 @@ Tree = Any  # nested dicts, lists and tuples of tensors and plain values
 
 
 def _tensors(tree: Tree) -> dict[str, Tensor]:
-    """By their places."""
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0] if isinstance(leaf, Tensor)}
 
 
@@ -160,13 +134,11 @@ def restore(tree: Tree, saved: Mapping[str, Tensor]) -> None:
 def capture(
     step: Callable[[Tensor], None], rows: Tensor, live: Callable[[], Tree], clear: Callable[[], None]
 ) -> Callable[[Tensor], None]:
-    """`step` as one CUDA graph.
+    """`step` as one CUDA graph: one iteration without synchronisation with the host and without shapes that vary.
 
-    Args:
-        step: One iteration on the rows of a batch: no synchronisation with the host, no shapes that vary.
-        rows: Rows of some batch, for shape and for warming up.
-        live: Every tensor that `step` changes, the same objects at each call. Their values are left untouched here.
-        clear: Drops the gradients, so that those of the graph are allocated inside it.
+    `rows` are those of some batch, for shape and for warming up. `live` gives every tensor that `step` changes, the
+    same objects at each call; their values are left untouched here. `clear` drops the gradients, so that those of the
+    graph are allocated inside it.
     """
     static = rows.clone()
     saved = snapshot(live())

@@ -47,11 +47,7 @@ class Interrupted(LabError):
         self.exit_code = 128 + signum
 
 
-def reason(error: BaseException) -> str:
-    """The message of an exception on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def named(error: BaseException) -> str:
-    """The type and the message of an exception, on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+def reason(error: BaseException, *, named: bool = False) -> str:
+    """The message of an exception on one line, with its type if asked for, or if there is no message."""
+    message, kind = " ".join(str(error).split()), type(error).__name__
+    return (f"{kind}: {message}" if named else message) if message else kind

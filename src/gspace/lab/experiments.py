@@ -6,14 +6,13 @@
 Their sources in the paper, questions and notes are in `experiments.toml`, with the numbers that the paper prints.
 """
 
-import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-from gspace.lab.cells import Axis, Cell, Experiment, Method, Printed, Scores, best, seeds
-from gspace.lab.cost import network_cost
+from gspace.lab.cells import Axis, Cell, Experiment, Grid, Method, Printed, Scores, best, network_cost, seeds
 from gspace.lab.recipe import Recipe
 
 FACTS: Mapping[str, Any] = tomllib.loads((files("gspace.lab") / "experiments.toml").read_text(encoding="utf-8"))
@@ -25,35 +24,23 @@ PRINTED = {
     for method, number in methods.items()
 }
 
-# Methods --------------------------------------------------------------------------------------------------------------
 
-UNGUARDED = {"max_ratio": math.inf, "max_drift": math.inf}  # the paper's algorithm has no guard
-HELD = {"max_ratio": math.inf, "max_drift": 1 + 1e-6}  # trained skeleton paths stay where they are
+def _methods(group: str, **fields: Any) -> tuple[Method, ...]:
+    """Those of a group in `experiments.toml`; `fields` are what all of them have in common."""
+    made = []
+    for key, facts in FACTS["methods"][group].items():
+        own = {name: None if value == "default" else value for name, value in facts["fields"].items()}
+        made.append(Method(key, facts["label"], {**fields, **own}, facts.get("control", False)))
+    return tuple(made)
 
-SGD = Method("sgd", "SGD", {"optimizer": "sgd"})
-G_SGD = Method("gsgd", "G-SGD", {"optimizer": "gsgd", "init": "skeleton", **UNGUARDED})
-GUARDED = Method("gsgd-guarded", "G-SGD, guarded", {"optimizer": "gsgd", "init": "skeleton"})
-PATH_SGD = Method("path-sgd", "Path-SGD", {"optimizer": "path-sgd"})
-FROM_SKELETON = Method("sgd-skeleton", "SGD from skeleton init", {"optimizer": "sgd", "init": "skeleton"}, True)
-FROZEN = Method("sgd-frozen", "SGD, free skeleton frozen", {"optimizer": "sgd-frozen", "init": "skeleton"}, True)
-STILL = Method("gsgd-still", "G-SGD, skeleton paths held", {"optimizer": "gsgd", "init": "skeleton", **HELD}, True)
-CONTROLS = (FROM_SKELETON, FROZEN)
 
-# Networks and how the paper trains them -------------------------------------------------------------------------------
+SGD, G_SGD, GUARDED, PATH_SGD = _methods("shared")
+CONTROLS = FROM_SKELETON, FROZEN = _methods("controls")
+(STILL,) = _methods("still")
+HELD = {name: STILL.fields[name] for name in ("max_ratio", "max_drift")}  # trained skeleton paths stay where they are
 
-FASHION = Recipe(data="fashion_mnist", inputs="pooled", lr=0.01, batch_size=64, epochs=100.0, hidden=(8, 8))
+FASHION, PATHS, CIFAR = (Recipe(**FACTS["recipes"][name]) for name in ("fashion", "paths", "cifar"))
 QUICK_FASHION = FASHION.but(epochs=4.0, quick=True)
-PATHS = Recipe(data="mnist", inputs="grey", hidden=(64,) * 5, lr=1.0, batch_size=64, epochs=50.0)
-CIFAR = Recipe(
-    data="cifar10",
-    model="plain-34",
-    lr=1.0,
-    iterations=64_000,
-    milestones=(0.5, 0.75),
-    batch_size=128,
-    augment="crop-flip",
-    precision="bf16",
-)
 QUICK_CIFAR = CIFAR.but(width=8, iterations=120, eval_every=10, batch_size=64, precision="float32", quick=True)
 SMALLER = {"plain-34": "plain-10", "resnet-34": "resnet-10", "resnet-110": "resnet-18"}
 PIN = {"plain": "stages", "resnet": "none"}  # where chains end; residual blocks end them by themselves
@@ -75,9 +62,7 @@ def held_out(recipe: Recipe) -> Recipe:
     return brief(recipe, validation=1000 if recipe.quick else 5000)
 
 
-def grid_cells(
-    part: str, row: str, method: Method, grid: Sequence[Sequence[Recipe]], axis: Axis | None = None
-) -> list[Cell]:
+def grid_cells(part: str, row: str, method: Method, grid: Grid, axis: Axis | None = None) -> list[Cell]:
     """One cell for each setting of a grid; `row` names what it has of its recipe."""
     return [Cell(part, row.format_map(vars(runs[0])), method, tuple(runs), axis=axis) for runs in grid]
 
@@ -153,11 +138,7 @@ def path_sgd(quick: bool, scores: Scores) -> Iterator[Cell]:
                 yield Cell("best rate of each method", "5 × 64", method, runs, None, f"lr {found.lr:g}")
 
 
-SIGNS = (
-    Method("positive", "all +1", G_SGD.fields),
-    Method("common", "±1 at random, one draw for all seeds", {**G_SGD.fields, "init": "skeleton-common-signs"}),
-    Method("random", "±1 at random, drawn per seed", {**G_SGD.fields, "init": "skeleton-random-signs"}),
-)
+SIGNS = _methods("signs", **G_SGD.fields)
 
 
 def signs(quick: bool, scores: Scores) -> Iterator[Cell]:
@@ -198,7 +179,7 @@ def regularization(quick: bool, scores: Scores) -> Iterator[Cell]:
     yield from chosen
 
 
-USUAL = Method("sgd-usual", "SGD, usual settings", SGD.fields)
+USUAL = replace(SGD, key="sgd-usual", label="SGD, usual settings")
 
 
 def momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
@@ -229,24 +210,8 @@ def momentum(quick: bool, scores: Scores) -> Iterator[Cell]:
             yield Cell(in_full, base.model, USUAL, seeds(USUAL.on(base), count), None, setting)
 
 
-def _chain(key: str, label: str, **fields: Any) -> Method:
-    return Method(key, label, {"optimizer": "gsgd", "init": "skeleton", "pin": "none", **UNGUARDED, **fields})
-
-
-CHAINS = (
-    _chain("chain-released", "`released`, no guard"),
-    _chain("chain-paper", "`paper`, no guard", batch_norm="paper"),
-    _chain("chain-guard", "`released`, the default guard", max_ratio=None, max_drift=None),
-    _chain("chain-paper-guard", "`paper`, the default guard", batch_norm="paper", max_ratio=None, max_drift=None),
-    _chain("chain-drift-2", "`released`, ratio 1.05, drift 2", max_ratio=1.05, max_drift=2.0),
-    _chain("chain-drift-10", "`released`, ratio 1.05, drift 10", max_ratio=1.05, max_drift=10.0),
-    _chain("chain-spread", "`released`, spread, ratio 1.5", allocation="spread", max_ratio=1.5),
-    _chain("chain-still", "`released`, skeleton paths held", **HELD),
-)
-CHAIN_LAST = _chain("chain-last", "`released`, no guard, ends before the linear layer", pin="last")
-CHAIN_START = Method(
-    "sgd-chain", "SGD from the chain's skeleton init", {"optimizer": "sgd", "init": "skeleton", "pin": "none"}, True
-)
+*CHAINS, CHAIN_LAST = _methods("chains", pin="none", **G_SGD.fields)
+CHAIN_START = Method("sgd-chain", "SGD from the chain's skeleton init", {**FROM_SKELETON.fields, "pin": "none"}, True)
 
 
 def one_chain(quick: bool, scores: Scores) -> Iterator[Cell]:
@@ -287,31 +252,19 @@ def initial_weights(quick: bool, scores: Scores) -> Iterator[Cell]:
                 yield Cell("in full", base.model, method, seeds(full, 3), printed)
 
 
-def _start(key: str, label: str) -> Method:
-    return Method(f"sgd-{key}", f"SGD from {label}", {"optimizer": "sgd", "init": key})
-
-
-SKELETON = Method(FROM_SKELETON.key, FROM_SKELETON.label, FROM_SKELETON.fields)  # no control here: it is asked about
-STARTS = (
-    _start("dirac-added", "torch's draw plus `dirac_`"),
-    _start("dirac", "`dirac_`"),
-    _start("delta-orthogonal", "delta-orthogonal init"),
-)
+SKELETON = replace(FROM_SKELETON, control=False)  # it is asked about here
+STARTS = _methods("starts")
 DECAYS = {
-    Method("gsgd", "G-SGD, decay 0.0005", G_SGD.fields): 5e-4,
-    Method("gsgd-0.0001", "G-SGD, decay 0.0001", G_SGD.fields): 1e-4,
+    replace(G_SGD, label="G-SGD, decay 0.0005"): 5e-4,
+    replace(G_SGD, key="gsgd-0.0001", label="G-SGD, decay 0.0001"): 1e-4,
 }
-
-
-def usual(model: str, data: str, *, quick: bool = False) -> Recipe:
-    """Momentum, decay and a cosine behind a short warm-up, on a network of the paper's tables."""
-    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "milestones": ()}
-    return cifar(model, data, quick=quick, **settings, schedule="cosine", warm_up=0.02)
 
 
 def baseline(quick: bool, scores: Scores) -> Iterator[Cell]:
     sets, count = (("cifar10",), 1) if quick else (("cifar10", "cifar100"), 3)
-    bases = [usual(model, data, quick=quick) for data in sets for model in ("plain-34", "resnet-34")]
+    usual: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "milestones": (), "schedule": "cosine"}
+    models = ("plain-34", "resnet-34")
+    bases = [cifar(model, data, quick=quick, warm_up=0.02, **usual) for data in sets for model in models]
 
     def tried(method: Method, base: Recipe) -> Recipe:
         return held_out(method.on(base, weight_decay=DECAYS.get(method, base.weight_decay)))
@@ -339,11 +292,14 @@ def sgd_gap(quick: bool, scores: Scores) -> Iterator[Cell]:
     epochs = (base.iterations or 0) * 62_560 // 64_000  # 160 of the authors'
     changed = [base.but(precision=name) for name in (("float32",) if quick else ("bf16", "tf32", "float32"))]
     for recipe in (*changed, base.but(iterations=epochs)):
-        row, printed = f"{base.model} in {recipe.precision}, {{iterations}} iterations", PRINTED[_OURS]
+        row = f"{base.model} in {recipe.precision}, {{iterations}} iterations"
+        printed = PRINTED["Tab. 1", "plain-34", "cifar10", "sgd"]
         yield Cell("test error", row, SGD, seeds(recipe, 1 if quick else 2), printed)
 
 
-_OURS = ("Tab. 1", "plain-34", "cifar10", "sgd")
 _CELLS = (table_1, mlp_invariance, path_sgd, signs, resnet_110, regularization, momentum, one_chain, rates)
 _BY_NAME = {cells.__name__.replace("_", "-"): cells for cells in (*_CELLS, initial_weights, baseline, sgd_gap)}
-EXPERIMENTS = {name: Experiment(name, _BY_NAME[name], **facts) for name, facts in FACTS["experiments"].items()}
+EXPERIMENTS = {
+    name: Experiment(name, _BY_NAME[name], command=f"gspace reproduce {name}", **facts)
+    for name, facts in FACTS["experiments"].items()
+}

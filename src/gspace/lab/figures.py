@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,12 @@ from gspace.lab.tabulate import ERROR, LOSS, Found, Measure, measures_of, outcom
 
 Points = Mapping[float, Sequence[float]]  # values by x
 
+# Okabe and Ito's, told apart by every kind of eye.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#444444")
-"""Okabe and Ito's, told apart by every kind of eye."""
-DASHES = ("-", "-.", ":")
-"""Of the first curves, and of those whose colour is another's."""
+DASHES = ("-", "-.", ":")  # of the first curves, and of those whose colour is another's
 MANY = 5  # curves whose names would cover them
 
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#dddddd",
-    "svg.hashsalt": "gspace",  # ids in the file do not depend on the moment
-    "svg.fonttype": "none",
-}
+STYLE = matplotlib.rc_params_from_file(str(files("gspace.lab") / "figures.mplstyle"), use_default_template=False)
 
 
 def panels(cells: Sequence[Cell], found: Found) -> list[Panel]:
@@ -50,7 +42,7 @@ def panels(cells: Sequence[Cell], found: Found) -> list[Panel]:
             made.append(_points(part, members, found, ERROR))
         elif not members[0].recipes[0].validation:
             made += _against_epochs("" if part == "test error" else part, members, found)
-    hues = {label: k for k, label in enumerate(dict.fromkeys(_label(cell.method) for cell in cells))}
+    hues = {label: k for k, label in enumerate(dict.fromkeys(cell.method.label.replace("`", "") for cell in cells))}
     coloured = (tuple(replace(s, hue=hues[s.label]) for s in panel.series if s.points) for panel in made)
     return [replace(panel, series=series) for panel, series in zip(made, coloured, strict=True) if series]
 
@@ -71,13 +63,11 @@ def _against_axis(part: str, cells: Sequence[Cell], found: Found) -> Iterator[Pa
         yield Panel(title, label, measure.measured_on(first), tuple(drawn), log_x=True, log_y=measure is LOSS)
         if base is not None and not first.validation:
             own = ends.pop(base)
-            below = [_series(m, {x: _gaps(own[x], seeds) for x, seeds in along.items()}) for m, along in ends.items()]
+            for along in ends.values():  # per seed that both finished
+                for x, seeds in along.items():
+                    along[x] = {seed: own[x][seed] - value for seed, value in seeds.items() if seed in own[x]}
+            below = [_series(m, {x: list(seeds.values()) for x, seeds in along.items()}) for m, along in ends.items()]
             yield Panel(title, label, f"Δ {measure.label}: SGD minus", tuple(below), log_x=True)
-
-
-def _gaps(base: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
-    """Per seed that both finished."""
-    return [base[seed] - other[seed] for seed in sorted(base.keys() & other.keys())]
 
 
 def _points(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> Panel:
@@ -114,12 +104,7 @@ def curve(records: Sequence[Record], key: str, scale: float) -> Points:
 
 
 def _series(method: Method, points: Points) -> Series:
-    return Series(_label(method), tuple((x, y) for x, y in sorted(points.items()) if y), method.control)
-
-
-def _label(method: Method) -> str:
-    """Without Markdown's marks."""
-    return method.label.replace("`", "")
+    return Series(method.label.replace("`", ""), tuple((x, y) for x, y in sorted(points.items()) if y), method.control)
 
 
 def draw(panels: Sequence[Panel], path: Path) -> list[Path]:
@@ -140,7 +125,6 @@ def save(figure: Figure, path: Path) -> Path:
     with matplotlib.rc_context(STYLE):
         buffer = BytesIO()
         figure.savefig(buffer, format=kind, dpi=130, metadata=empty[kind])
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
     return path
 

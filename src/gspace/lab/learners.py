@@ -15,7 +15,7 @@ Weight decay is not: with it, the rates of a stack must be equal.
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -25,13 +25,10 @@ from torch.optim import Optimizer
 
 from gspace.lab.data import SETS
 from gspace.lab.engine import Engine, Tree, at_least_float32, autocast, compiled, number_type
-from gspace.lab.models import build_model
-from gspace.lab.optimizers import INITS, build_optimizer
+from gspace.lab.models import INITS, build_model, build_optimizer
 from gspace.lab.recipe import Recipe
 from gspace.lab.seeds import derive
 from gspace.lab.transform import Feed, input_shape
-
-EVALUATION_BATCH = 2_000
 
 Score = tuple[float, float]  # mean loss, fraction of errors
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -45,13 +42,26 @@ CACHE = 8 << 20
 
 
 def stackable(recipe: Recipe) -> bool:
-    """Whether several such runs can be trained at once."""
     return recipe.model == "mlp" and recipe.optimizer in STACKABLE
 
 
 def stack_key(recipe: Recipe) -> Recipe:
     """Runs with the same key can be one stack: they differ in seed and, without weight decay, in learning rate."""
     return recipe.but(seed=0) if recipe.weight_decay else recipe.but(seed=0, lr=1.0)
+
+
+def stack_or_run(recipe: Recipe) -> Recipe:
+    """What a run is trained as: part of a stack, or by itself."""
+    return stack_key(recipe) if stackable(recipe) else recipe
+
+
+def batches(recipes: Sequence[Recipe], largest: int) -> Iterator[list[Recipe]]:
+    """Runs to be taken together: neighbours that can be stacked, at most `largest`; all others alone."""
+    for key, group in groupby(recipes, key=stack_or_run):
+        members = list(dict.fromkeys(group))
+        size = largest if stackable(key) else 1
+        for start in range(0, len(members), size):
+            yield members[start : start + size]
 
 
 def largest_stack(recipe: Recipe, device: str) -> int:
@@ -72,10 +82,8 @@ def initial_model(recipe: Recipe, feed: Feed) -> nn.Module:
     return model.to(number_type(recipe.precision))
 
 
-class Learner:
-    """What the loop trains: a network, its optimizer, and the sums of losses and errors since the last point."""
-
-    kind: str
+class _Learner:
+    """What both kinds have: a network, its optimizer, and the sums of losses and errors since the last point."""
 
     def __init__(
         self, recipes: Sequence[Recipe], feed: Feed, engine: Engine, model: nn.Module, example: Tensor
@@ -91,12 +99,6 @@ class Learner:
         self.totals = torch.zeros(self.count, 2, dtype=torch.float64, device=device)
         self.loss_totals, self.error_totals = self.totals.unbind(1)
 
-    def step(self, rows: Tensor) -> None:
-        raise NotImplementedError
-
-    def score(self, batches: Batches) -> list[Score]:
-        raise NotImplementedError
-
     def set_rates(self, rates: Sequence[float]) -> None:
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
@@ -109,7 +111,6 @@ class Learner:
         return [dict(self.model.state_dict()), self.optimizer.state_dict(), self.totals]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
         return {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -120,7 +121,7 @@ class Learner:
             group["lr"] = rate  # a loaded tensor may lie on another device; the loop sets the value
 
 
-class Single(Learner):
+class Single(_Learner):
     """One network of any kind with any optimizer of the table."""
 
     kind = "single"
@@ -199,7 +200,7 @@ def _moved(optimizer: Optimizer) -> bool:
     return True
 
 
-class Stacked(Learner):
+class Stacked(_Learner):
     """MLPs of one shape, each with its own seed and learning rate, as one network.
 
     They share nothing but the calls: each sees the batches it would see alone and follows the same arithmetic, up to
@@ -251,6 +252,9 @@ class Stacked(Learner):
             totals[:, 1] += (found.argmax(2) != y).sum(1)
             count += len(y)
         return [(loss / count, errors / count) for loss, errors in totals.tolist()]
+
+
+Learner = Single | Stacked
 
 
 def stack(models: Sequence[nn.Module]) -> nn.Sequential:
@@ -305,13 +309,3 @@ def losses_and_gradients(
         if h is not inputs[0]:
             g = torch.ops.aten.threshold_backward(torch.bmm(g, weight), h, 0)
     return losses, errors, grads[::-1]
-
-
-def test_images(feed: Feed) -> Batches:
-    yield from zip(feed.x_test.split(EVALUATION_BATCH), feed.y_test.split(EVALUATION_BATCH), strict=True)
-
-
-def training_images(feed: Feed) -> Batches:
-    """The training images as they are, without augmentation."""
-    for rows in feed.still_rows().split(EVALUATION_BATCH):
-        yield feed.batch(rows)

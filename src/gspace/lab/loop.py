@@ -9,49 +9,32 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspace.lab.engine import Engine, capture
 from gspace.lab.errors import Interrupted, RecordError, reason
-from gspace.lab.learners import Learner, test_images, training_images
-from gspace.lab.recipe import (
-    Recipe,
-    changes,
-    evaluation_interval,
-    learning_rate,
-    points,
-    steps_per_epoch,
-    total_iterations,
-)
+from gspace.lab.learners import Learner
+from gspace.lab.recipe import Recipe, changes, curve_interval, learning_rate, points, steps_per_epoch, total_iterations
 from gspace.lab.record import CHECKPOINT, METRICS, Line, Run, finite
-from gspace.lab.transform import Feed, epoch_rows
+from gspace.lab.transform import EVALUATION_BATCH, Feed, epoch_rows
 
 HEARTBEAT = 0.5  # seconds between two reports of progress
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What a display is told, now and then and at each point of the curve.
+class Progress(NamedTuple):
+    """What a display is told, now and then and at each point of the curve."""
 
-    Attributes:
-        recipes: The runs in progress (more than one in a stack).
-        loss: Mean over the training batches since the last point of the curve, per run.
-        images_per_second: Of this session, evaluation not counted.
-        lines: The new point of each run's curve, if there is one (None for a run that has diverged before).
-    """
-
-    recipes: tuple[Recipe, ...]
+    recipes: tuple[Recipe, ...]  # the runs in progress (more than one in a stack)
     iteration: int
     total: int
-    loss: tuple[float, ...]
-    images_per_second: float
+    loss: tuple[float, ...]  # per run, mean over the training batches since the last point of the curve
+    images_per_second: float  # of this session, evaluation not counted
     seconds_left: float
-    lines: tuple[Line | None, ...] = ()
+    lines: tuple[Line | None, ...] = ()  # the new point of each curve, if there is one; None if it diverged before
 
 
 Watch = Callable[[Progress], None]
@@ -80,7 +63,7 @@ def stop_requests(minutes: float | None = None) -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    before = {s: signal.getsignal(s) for s in STOPPING}
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)}
     if before[signal.SIGHUP] is signal.SIG_IGN:
         del before[signal.SIGHUP]
 
@@ -110,7 +93,7 @@ class Loop:
         images = len(source.labels)
         self.epoch_steps = steps_per_epoch(self.recipe, images)
         self.total = total_iterations(self.recipe, images)
-        self.interval = evaluation_interval(self.recipe, self.total)
+        self.interval = curve_interval(self.recipe, self.total)
         self.changes = changes(self.recipe, self.total)
         self.active = [k for k, run in enumerate(runs) if run.summary is None]
         self.iteration = 0
@@ -178,6 +161,7 @@ class Loop:
         """Iterates to the end, to divergence, or to a signal."""
         rows: Tensor | None = None
         rates: list[float] = []
+        recipes = tuple(run.recipe for run in self.runs)
         clock = beat = saved = time.perf_counter()
         while self.iteration < self.total and self.active:
             epoch, step = divmod(self.iteration, self.epoch_steps)
@@ -200,7 +184,10 @@ class Loop:
             self.seconds += time.perf_counter() - clock
             lines = self._point(totals, rates) if due else ()
             try:
-                self._tell(watch, [loss for loss, _ in totals], lines)
+                if watch is not None:
+                    left = (self.total - self.iteration) * self.elapsed / self.session
+                    losses, speed = tuple(loss for loss, _ in totals), self._images() / self.elapsed
+                    watch(Progress(recipes, self.iteration, self.total, losses, speed, left, lines))
             except OSError:  # nobody reads any more (`| head`), or the log has no room
                 self._save()
                 raise
@@ -227,7 +214,7 @@ class Loop:
 
     def _point(self, totals: Sequence[Sequence[float]], rates: Sequence[float]) -> tuple[Line | None, ...]:
         """Measures, writes a point of each curve, and takes those out that have diverged."""
-        scores = self.learner.score(test_images(self.source))
+        scores = self.learner.score(self.source.test_batches())
         self.learner.totals.zero_()
         lines: list[Line | None] = [None] * len(self.runs)
         for k in list(self.active):
@@ -250,12 +237,6 @@ class Loop:
                 self.runs[k].finish({"status": "diverged", **self._facts(k), **line, "test_error": None})
         return tuple(lines)
 
-    def _tell(self, watch: Watch | None, losses: Sequence[float], lines: tuple[Line | None, ...]) -> None:
-        if watch is not None:
-            left = (self.total - self.iteration) * self.elapsed / self.session
-            speed, recipes = self._images() / self.elapsed, tuple(run.recipe for run in self.runs)
-            watch(Progress(recipes, self.iteration, self.total, tuple(losses), speed, left, lines))
-
     def _images(self) -> int:
         return self.session * self.recipe.batch_size * len(self.runs)
 
@@ -274,7 +255,7 @@ class Loop:
         if not self.active:
             return
         self._save()
-        scores = self.learner.score(training_images(self.source))
+        scores = self.learner.score(map(self.source.batch, self.source.still_rows().split(EVALUATION_BATCH)))
         times = {"images_per_second": self._images() / self.elapsed} if self.elapsed else {}
         times |= {"wall_seconds": round(self.wall, 3), "overhead_seconds": round(self.overhead, 3)}
         for k in self.active:

@@ -24,13 +24,11 @@ FORMATS: dict[str, Callable[[nn.Module, Mappings], list[Any]]] = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument(
-        "--check",
-        metavar="FILE",
-        type=Path,
-        help="a JSON list of [smooth layer, [balance layers]], of [[balance layers], smooth layer] as SmoothQuant has "
-        "them, or of objects with smooth_layer and balance_layers; names may be regular expressions behind re:",
+    told = (
+        "a JSON list of [smooth layer, [balance layers]], of [[balance layers], smooth layer] as SmoothQuant has them, "
+        "or of objects with smooth_layer and balance_layers; names may be regular expressions behind re:"
     )
+    parser.add_argument("--check", metavar="FILE", type=Path, help=told)
     told = "a table, everything as JSON, or what llm-compressor's modifiers read (default: table)"
     parser.add_argument("--format", choices=("table", *FORMATS), default="table", help=told)
 

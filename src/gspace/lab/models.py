@@ -1,4 +1,4 @@
-"""The networks of the experiments, by name: the paper's and a depthwise separable one. They know nothing of gspace.
+"""What a recipe names: networks (the paper's and a depthwise separable one), optimizers and initial weights.
 
 Inputs are images `(batch, channel, height, width)`; outputs are class scores `(batch, class)`.
 
@@ -14,12 +14,25 @@ The four stages of the last three have 1, 2, 4, 8 times the first width (64 in t
 halves the image. n counts the layers with weights on the longest way: 2·Σ blocks + 2. PyTorch's default initialisation.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gspace import GSGD, analyze, init_skeleton_
+from gspace.lab.errors import RequestError, reason
+from gspace.lab.seeds import generator
+from gspace.optim.baselines import FrozenSkeletonSGD, PathSGD
+
+if TYPE_CHECKING:
+    from gspace.lab.recipe import Recipe
 
 Shape = tuple[int, int, int]  # channel, height, width
 Layer = Callable[..., nn.Module]
@@ -42,17 +55,11 @@ def mlp(shape: Shape, classes: int, hidden: tuple[int, ...]) -> nn.Sequential:
 def cnn(shape: Shape, classes: int, width: int) -> nn.Sequential:
     """A plain convolutional network of three layers for small images."""
     channels, height, breadth = shape
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in ((channels, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 2)):
+        layers += [nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1), nn.ReLU()]
     final = 2 * width * ((height + 3) // 4) * ((breadth + 3) // 4)
-    return nn.Sequential(
-        nn.Conv2d(channels, width, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(2 * width, 2 * width, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(final, classes),
-    )
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(final, classes))
 
 
 def convolution(inputs: int, outputs: int, *, size: int = 3, stride: int = 1, groups: int = 1) -> nn.Conv2d:
@@ -60,19 +67,14 @@ def convolution(inputs: int, outputs: int, *, size: int = 3, stride: int = 1, gr
 
 
 def conv_bn_relu(inputs: int, outputs: int, **options: int) -> nn.Sequential:
-    return nn.Sequential(
-        OrderedDict(conv=convolution(inputs, outputs, **options), norm=nn.BatchNorm2d(outputs), relu=nn.ReLU())
-    )
+    conv = convolution(inputs, outputs, **options)
+    return nn.Sequential(OrderedDict(conv=conv, norm=nn.BatchNorm2d(outputs), relu=nn.ReLU()))
 
 
 def separable(inputs: int, outputs: int, *, stride: int = 1) -> nn.Sequential:
     """A 3×3 convolution of each channel by itself, then a 1×1 convolution that mixes them (Howard et al., 2017)."""
-    return nn.Sequential(
-        OrderedDict(
-            depthwise=conv_bn_relu(inputs, inputs, stride=stride, groups=inputs),
-            pointwise=conv_bn_relu(inputs, outputs, size=1),
-        )
-    )
+    depthwise = conv_bn_relu(inputs, inputs, stride=stride, groups=inputs)
+    return nn.Sequential(OrderedDict(depthwise=depthwise, pointwise=conv_bn_relu(inputs, outputs, size=1)))
 
 
 class BasicBlock(nn.Module):
@@ -143,3 +145,126 @@ def build_model(
 def stage_ends(model: nn.Module) -> tuple[str, ...]:
     """Names of the modules after which a new stage begins: the stem and every stage; empty for networks without."""
     return ("stem", *(f"stages.{i}" for i in range(len(model.stages)))) if isinstance(model, StagedNet) else ()
+
+
+# Optimizers and initial weights. A builder takes the model on its device, the recipe, the learning rate (a number, or a
+# tensor that the device reads) and an example of the model's input. A run and its controls build their skeleton from
+# the same arguments (`symmetry`).
+
+Rate = float | Tensor
+Builder = Callable[[nn.Module, "Recipe", Rate, Tensor], Optimizer]
+Init = Callable[[nn.Module, "Recipe"], None]
+
+PINS: Mapping[str, Callable[[nn.Module], tuple[str, ...]]] = {
+    "none": lambda model: (),
+    "stages": stage_ends,
+    "last": lambda model: stage_ends(model)[-1:],
+}
+
+
+def symmetry(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
+    """The arguments of gspace's functions that decide which units there are."""
+    return {"residual": recipe.residual, "pin": PINS[recipe.pin](model)}
+
+
+def _momentum(recipe: Recipe) -> dict[str, Any]:
+    return {"momentum": recipe.momentum, "nesterov": recipe.nesterov, "weight_decay": recipe.weight_decay}
+
+
+def _way(rate: Rate) -> dict[str, Any]:
+    """torch's step that never asks the host for a rate in a tensor is the fused one; elsewhere foreach is the best."""
+    return {"fused": True} if isinstance(rate, Tensor) else {"foreach": True}
+
+
+def _gsgd(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
+    names = ("batch_norm", "allocation", "reference", "max_ratio", "max_drift")
+    given = {name: value for name in names if (value := getattr(recipe, name)) not in (None, "fixed")}
+    return GSGD(model, rate, **_momentum(recipe), **given, analysis=analyze(model, **symmetry(model, recipe)))
+
+
+OPTIMIZERS: Mapping[str, Builder] = {
+    "sgd": lambda model, r, rate, example: torch.optim.SGD(model.parameters(), rate, **_momentum(r), **_way(rate)),
+    "sgd-frozen": lambda model, r, rate, example: FrozenSkeletonSGD(  # control: leaves the free skeleton as it is
+        model, rate, analysis=analyze(model, **symmetry(model, r)), **_momentum(r), **_way(rate)
+    ),
+    "gsgd": _gsgd,
+    "path-sgd": lambda model, r, rate, example: PathSGD(model, rate, **_momentum(r), example_input=example),
+}
+
+
+def build_optimizer(model: nn.Module, recipe: Recipe, rate: Rate, example: Tensor) -> Optimizer:
+    """The recipe's optimizer; what it refuses is an error of the recipe."""
+    try:
+        optimizer = OPTIMIZERS[recipe.optimizer](model, recipe, rate, example)
+        if isinstance(optimizer, FrozenSkeletonSGD | GSGD):
+            optimizer.rechoose()  # in the first weights, before a CUDA graph is captured
+        return optimizer
+    except ValueError as error:
+        raise RequestError(f"{recipe.optimizer} refuses this recipe: {reason(error)}") from error
+
+
+def _skeleton(sign: Any, common: bool = False) -> Init:
+    """The paper's start; signs drawn for each seed, or once for all and as for none of them."""
+
+    def initialise(model: nn.Module, recipe: Recipe) -> None:
+        draws = generator(0, "signs", "common") if common else generator(recipe.seed, "signs")
+        init_skeleton_(model, sign, draws, **symmetry(model, recipe))
+
+    return initialise
+
+
+def _convolutions(purpose: str, change: Callable[[nn.Conv2d, torch.Generator], object]) -> Init:
+    """Changes the weights of every convolution, with random numbers of its own."""
+
+    def initialise(model: nn.Module, recipe: Recipe) -> None:
+        draws = generator(recipe.seed, "init", purpose)
+        with torch.no_grad():
+            for layer in model.modules():
+                if isinstance(layer, nn.Conv2d):
+                    change(layer, draws)
+
+    return initialise
+
+
+def _as_torchvision(layer: nn.Conv2d, draws: torch.Generator) -> None:
+    """As in torchvision's ResNets, w ~ N(0, 2/fan-out): torch's have a sixth of that variance."""
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu", generator=draws)
+
+
+def _add_dirac(layer: nn.Conv2d, draws: torch.Generator) -> None:
+    """torch's draw, and 1 more at the centre of as many channels as a convolution can keep."""
+    layer.weight += nn.init.dirac_(torch.empty_like(layer.weight))
+
+
+def _dirac(layer: nn.Conv2d, draws: torch.Generator) -> None:
+    """The identity, where a convolution keeps its width; the others keep torch's draw.
+
+    With more outputs than inputs `dirac_` leaves rows of zeros, and a ReLU at 0 passes no gradient: dead units.
+    """
+    if layer.in_channels == layer.out_channels:
+        nn.init.dirac_(layer.weight)
+
+
+def _delta_orthogonal(layer: nn.Conv2d, draws: torch.Generator) -> None:
+    """An orthogonal matrix at the centre and 0 elsewhere (Xiao et al., 2018)."""
+    height, width = layer.kernel_size
+    matrix = nn.init.orthogonal_(torch.empty(layer.weight.shape[:2]), generator=draws)
+    layer.weight.zero_()[:, :, height // 2, width // 2] = matrix
+
+
+def _torchvision_skeleton(model: nn.Module, recipe: Recipe) -> None:
+    INITS["torchvision"](model, recipe)
+    INITS["skeleton"](model, recipe)
+
+
+INITS: Mapping[str, Init] = {
+    "default": lambda model, recipe: None,  # the network's own
+    "torchvision": _convolutions("torchvision", _as_torchvision),
+    "skeleton": _skeleton("positive"),
+    "torchvision-skeleton": _torchvision_skeleton,
+    "skeleton-random-signs": _skeleton("random"),
+    "skeleton-common-signs": _skeleton("random", common=True),
+    "dirac-added": _convolutions("dirac-added", _add_dirac),
+    "dirac": _convolutions("dirac", _dirac),
+    "delta-orthogonal": _convolutions("delta-orthogonal", _delta_orthogonal),
+}

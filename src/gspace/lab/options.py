@@ -3,9 +3,8 @@
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -19,7 +18,7 @@ from gspace.lab.engine import Cluster, Engine
 from gspace.lab.errors import RequestError
 from gspace.lab.loop import stop_requests
 from gspace.lab.models import UNUSED
-from gspace.lab.recipe import Kind, Recipe, checked
+from gspace.lab.recipe import Kind, Recipe, checked, kind_of
 from gspace.lab.record import make_folder
 from gspace.lab.train import Session
 
@@ -49,10 +48,12 @@ def add_fields(group: Any, kind: type) -> None:
     """One option per field of a recipe or an engine, from the field's own type, help text and choices."""
     hints = get_type_hints(kind)
     for field in fields(kind):
-        flag, of = "--" + field.name.replace("_", "-"), Kind.of(hints[field.name])
+        flag, of = "--" + field.name.replace("_", "-"), kind_of(hints[field.name])
         choices = f": {', '.join(field.metadata['choices'])}" if field.metadata.get("choices") else ""
-        plain = "default:" in field.metadata["help"] or field.default in (None, "")
-        default = "" if plain else f" (default: {_shown(field.default)})"
+        value: Any = field.default
+        shown = ",".join(map(str, value)) or "none" if of.many else str(value)
+        told = "default:" in field.metadata["help"] or value in (None, "")
+        default = "" if told else f" (default: {shown})"
         text = f"{field.metadata['help']}{choices}{default}".replace("%", "%%")
         if of.item is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
@@ -63,12 +64,10 @@ def add_fields(group: Any, kind: type) -> None:
 
 
 def given(args: argparse.Namespace, kind: type) -> dict[str, Any]:
-    """The fields that the command line names."""
     return {field.name: value for field in fields(kind) if (value := getattr(args, field.name)) is not None}
 
 
 def cluster(args: argparse.Namespace) -> Cluster | None:
-    """Where the runs are computed, if not here."""
     if args.engine == "ray":
         return Cluster(args.address, args.gpus_per_run or 0.0, args.threads or 1)
     if args.address or args.gpus_per_run:
@@ -94,11 +93,6 @@ def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
     make_folder(args.out)
 
 
-def alone(json_alone: bool) -> AbstractContextManager[object]:
-    """With --json the standard output holds nothing else."""
-    return redirect_stdout(sys.stderr) if json_alone else nullcontext()
-
-
 def recipe(args: argparse.Namespace) -> Recipe:
     """The recipe file's fields, if one was named, and over them those given on the command line.
 
@@ -111,7 +105,7 @@ def recipe(args: argparse.Namespace) -> Recipe:
     try:
         base = _recipe_file(args.recipe, named) if args.recipe else {}
         made = Recipe.from_dict({**base, **named})
-    except (RequestError, OSError) as error:
+    except RequestError as error:
         raise RequestError(f"{args.recipe}: {error}" if args.recipe else str(error)) from error
     if UNUSED[made.model] in named:
         raise RequestError(f"--{UNUSED[made.model]} has no effect on the network {made.model!r}: leave it out")
@@ -120,20 +114,24 @@ def recipe(args: argparse.Namespace) -> Recipe:
 
 def _recipe_file(path: Path, named: Mapping[str, Any]) -> Mapping[str, Any]:
     """Its fields; of two lengths the one on the command line replaces the other."""
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise RequestError(f"it cannot be read: {error}") from error
+    content = read_json(path)
     if not isinstance(content, dict):
         raise RequestError("it is no recipe: it holds no JSON object")
     lengths = {"iterations", "epochs"}
     return {name: value for name, value in content.items() if name not in lengths or not lengths & named.keys()}
 
 
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"it cannot be read: {error}") from error
+
+
 def reader(kind: Kind) -> Callable[[str], Any]:
     """From text to a field's type. What cannot be read stays text, which the recipe refuses by the field's name.
 
-    >>> reader(Kind.of(tuple[int, ...]))("64,64"), reader(Kind.of(float | None))("inf"), reader(Kind.of(int))("many")
+    >>> reader(Kind(int, many=True))("64,64"), reader(Kind(float))("inf"), reader(Kind(int))("many")
     ((64, 64), inf, 'many')
     """
 
@@ -146,19 +144,10 @@ def reader(kind: Kind) -> Callable[[str], Any]:
     return (lambda text: tuple(map(read, text.split(",")))) if kind.many else read
 
 
-def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
-
-
-def _range(text: str) -> range:
-    first, *last = map(int, text.split("-", 1))
-    return range(first, (last or [first])[0] + 1)
-
-
 def _seeds(text: str) -> list[int]:
-    ranges = list(map(_range, text.split(",")))
-    few = all(ranges) and sum(some.stop - some.start for some in ranges) <= MOST_SEEDS
-    return [seed for some in ranges for seed in some] if few else []
+    ranges = [(int(first), int(last or first)) for first, _, last in (part.partition("-") for part in text.split(","))]
+    few = all(first <= last for first, last in ranges) and sum(b - a + 1 for a, b in ranges) <= MOST_SEEDS
+    return [seed for first, last in ranges for seed in range(first, last + 1)] if few else []
 
 
 numbers = argument(_seeds, bool, f"list of at most {MOST_SEEDS:,} seeds: write 0,1,2 or 0-2")

@@ -8,72 +8,59 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from gspace.lab.data import SETS
 from gspace.lab.errors import RequestError
-from gspace.lab.models import MODELS
-from gspace.lab.optimizers import INITS, OPTIMIZERS, PINS
+from gspace.lab.models import INITS, MODELS, OPTIMIZERS, PINS
 from gspace.lab.transform import AUGMENTS, INPUTS
 
-PRECISIONS = ("float64", "float32", "tf32", "bf16")
 
-
-def _field(
+def option(
     default: Any, help: str, choices: Collection[str] = (), low: float = -math.inf, high: float = sys.float_info.max
 ) -> Any:
+    """A field that is an option of the command line, with its help text, choices and bounds."""
     return field(default=default, metadata={"help": help, "choices": tuple(choices), "low": low, "high": high})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One training run. Two recipes are the same run exactly if their `identity` is the same.
+    """One training run. Two recipes are the same run exactly if their `identity` is the same."""
 
-    Each field's metadata holds its help text, its choices and its bounds; the command line is generated from them.
-    """
-
-    data: str = _field("digits", "data set", SETS)
-    model: str = _field("mlp", "network", MODELS)
-    hidden: tuple[int, ...] = _field((64, 64), "widths of the hidden layers (mlp)", low=1)
-    width: int = _field(64, "channels of the first stage (all networks but mlp)", low=1)
-    optimizer: str = _field("sgd", "optimizer", OPTIMIZERS)
-    lr: float = _field(0.1, "initial learning rate", low=0)
-    momentum: float = _field(0.0, "momentum", low=0, high=1)
-    nesterov: bool = _field(False, "Nesterov's momentum")
-    weight_decay: float = _field(0.0, "λ of ½λ‖w‖², for optimizers in G-space of ½λΣv² over basis paths", low=0)
-    batch_size: int = _field(128, "images per iteration", low=1)
-    iterations: int | None = _field(None, "length of the run in iterations", low=1, high=1e9)
-    epochs: float | None = _field(None, "length of the run in epochs, instead of iterations", low=0, high=1e6)
-    milestones: tuple[float, ...] = _field((), "where the rate drops, as fractions of the run", low=0, high=1)
-    gamma: float = _field(0.1, "factor of the rate at each milestone", low=0)
-    schedule: str = _field("steps", "how the rate falls: at the milestones, or as a cosine to 0", ("steps", "cosine"))
-    warm_up: float = _field(0.0, "the rate rises in a line for this fraction of the run", low=0, high=1)
-    seed: int = _field(0, "decides the initial weights and the batches", low=0)
-    precision: str = _field("float32", "arithmetic of forward and backward pass", PRECISIONS)
-    init: str = _field(
-        "default", "initial weights: the network's own, with skeleton weights ±1, or another start", INITS
-    )
-    batch_norm: str = _field("released", "G-SGD's rule for BatchNorm", ("released", "paper", "exact"))
-    allocation: str = _field("fixed", "where G-SGD puts the change of a path", ("fixed", "spread"))
-    residual: str = _field("pin", "units of residual streams", ("pin", "tie"))
-    pin: str = _field("none", "where chains of units end besides", PINS)
-    reference: str | None = _field(
-        None, "unit of path values; chosen by the optimizer if left out", ("one", "balanced")
-    )
-    max_ratio: float | None = _field(
-        None, "bound on path ratios per step; the optimizer's own if left out", low=1, high=math.inf
-    )
-    max_drift: float | None = _field(
-        None, "bound on path ratios in all; the optimizer's own if left out", low=1, high=math.inf
-    )
-    inputs: str = _field("standard", "what the network sees of the pixels", INPUTS)
-    augment: str = _field("none", "random change of the training images", AUGMENTS)
-    train_size: int | None = _field(None, "use only the first training images", low=1)
-    test_size: int | None = _field(None, "use only the first test images", low=1)
-    validation: int = _field(0, "measure on this many training images, held out, instead of the test images", low=0)
-    eval_every: int | None = _field(None, "iterations between two points of the curve", low=1)
-    quick: bool = _field(False, "marks a run of reduced size")
-    stands_for: str = _field("", "the data set that the digits of a quick run stand in for")
+    data: str = option("digits", "data set", SETS)
+    model: str = option("mlp", "network", MODELS)
+    hidden: tuple[int, ...] = option((64, 64), "widths of the hidden layers (mlp)", low=1)
+    width: int = option(64, "channels of the first stage (all networks but mlp)", low=1)
+    optimizer: str = option("sgd", "optimizer", OPTIMIZERS)
+    lr: float = option(0.1, "initial learning rate", low=0)
+    momentum: float = option(0.0, "momentum", low=0, high=1)
+    nesterov: bool = option(False, "Nesterov's momentum")
+    weight_decay: float = option(0.0, "λ of ½λ‖w‖², for optimizers in G-space of ½λΣv² over basis paths", low=0)
+    batch_size: int = option(128, "images per iteration", low=1)
+    iterations: int | None = option(None, "length of the run in iterations", low=1, high=1e9)
+    epochs: float | None = option(None, "length of the run in epochs, instead of iterations", low=0, high=1e6)
+    milestones: tuple[float, ...] = option((), "where the rate drops, as fractions of the run", low=0, high=1)
+    gamma: float = option(0.1, "factor of the rate at each milestone", low=0)
+    schedule: str = option("steps", "how the rate falls: at the milestones, or as a cosine to 0", ("steps", "cosine"))
+    warm_up: float = option(0.0, "the rate rises in a line for this fraction of the run", low=0, high=1)
+    seed: int = option(0, "decides the initial weights and the batches", low=0)
+    precision: str = option("float32", "arithmetic of the passes", ("float64", "float32", "tf32", "bf16"))
+    init: str = option("default", "initial weights: the network's own, skeleton weights ±1, or another start", INITS)
+    batch_norm: str = option("released", "G-SGD's rule for BatchNorm", ("released", "paper", "exact"))
+    allocation: str = option("fixed", "where G-SGD puts the change of a path", ("fixed", "spread"))
+    residual: str = option("pin", "units of residual streams", ("pin", "tie"))
+    pin: str = option("none", "where chains of units end besides", PINS)
+    reference: str | None = option(None, "unit of path values; else the optimizer chooses", ("one", "balanced"))
+    max_ratio: float | None = option(None, "bound on path ratios per step; else the optimizer's", low=1, high=math.inf)
+    max_drift: float | None = option(None, "bound on path ratios in all; else the optimizer's", low=1, high=math.inf)
+    inputs: str = option("standard", "what the network sees of the pixels", INPUTS)
+    augment: str = option("none", "random change of the training images", AUGMENTS)
+    train_size: int | None = option(None, "use only the first training images", low=1)
+    test_size: int | None = option(None, "use only the first test images", low=1)
+    validation: int = option(0, "measure on this many training images, held out, instead of the test images", low=0)
+    eval_every: int | None = option(None, "iterations between two points of the curve", low=1)
+    quick: bool = option(False, "marks a run of reduced size")
+    stands_for: str = option("", "the data set that the digits of a quick run stand in for")
 
     def __post_init__(self) -> None:
         for name in KINDS:
@@ -100,7 +87,6 @@ class Recipe:
 
     @property
     def folder(self) -> str:
-        """Name of its run folder."""
         return f"{self.data}-{self.model}-{self.optimizer}-seed{self.seed}-{self.identity}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,30 +102,24 @@ class Recipe:
         return cls(**{check_name("recipe field", name, KINDS): value for name, value in values.items()})
 
     def but(self, **changes: Any) -> "Recipe":
-        """The same recipe with some fields changed."""
         return replace(self, **{check_name("recipe field", name, KINDS): value for name, value in changes.items()})
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The type of a field: of its items if there may be several (`many`), and whether None is a value of it."""
+class Kind(NamedTuple):
+    """The type of a field, of its items if there may be several, and whether None is a value of it."""
 
     item: type
-    many: bool
-    optional: bool
-
-    @classmethod
-    def of(cls, hint: Any) -> "Kind":
-        """
-        >>> Kind.of(tuple[int, ...]), Kind.of(float | None)
-        (Kind(item=<class 'int'>, many=True, optional=False), Kind(item=<class 'float'>, many=False, optional=True))
-        """
-        if isinstance(hint, UnionType):
-            return cls(next(kind for kind in get_args(hint) if kind is not NoneType), False, True)
-        return cls(get_args(hint)[0], True, False) if get_origin(hint) is tuple else cls(hint, False, False)
+    many: bool = False
+    optional: bool = False
 
 
-KINDS: Mapping[str, Kind] = {name: Kind.of(hint) for name, hint in get_type_hints(Recipe).items()}
+def kind_of(hint: Any) -> Kind:
+    if isinstance(hint, UnionType):
+        return Kind(next(kind for kind in get_args(hint) if kind is not NoneType), optional=True)
+    return Kind(get_args(hint)[0], many=True) if get_origin(hint) is tuple else Kind(hint)
+
+
+KINDS: Mapping[str, Kind] = {name: kind_of(hint) for name, hint in get_type_hints(Recipe).items()}
 DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Recipe)}
 _METADATA = {field.name: field.metadata for field in fields(Recipe)}
 _SAID = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -190,7 +170,6 @@ def _plain(value: Any) -> Any:
 
 
 def images_of(recipe: Recipe) -> int:
-    """Training images of a run."""
     there = SETS[recipe.data].train - recipe.validation
     return min(recipe.train_size or there, there)
 
@@ -234,7 +213,7 @@ def learning_rate(recipe: Recipe, iteration: int, total: int) -> float:
     return recipe.lr * recipe.gamma ** sum(iteration >= drop for drop in drops(recipe, total))
 
 
-def evaluation_interval(recipe: Recipe, total: int) -> int:
+def curve_interval(recipe: Recipe, total: int) -> int:
     """Iterations between two points of the curve, which has about a hundred if the recipe does not say."""
     return recipe.eval_every if recipe.eval_every is not None else max(1, total // 100)
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock, Timeout
@@ -45,12 +45,11 @@ Line = dict[str, Any]
 
 # What a record may hold: a ValueError says what is wrong, whoever reads the file names it. ----------------------------
 
-COLUMNS = ("iteration", "train_loss", "train_error", "test_loss", "test_error")
-"""What every point of a curve has; the rest follows from the recipe."""
+COLUMNS = ("iteration", "train_loss", "train_error", "test_loss", "test_error")  # the rest follows from the recipe
 POINT = {*COLUMNS, "epoch", "lr", "seconds"}
 NEEDED = ("status", "identity", "iteration", "iterations", "test_error")
-TIMES = ("images_per_second", "wall_seconds", "overhead_seconds")
-ENDED = {*POINT, *NEEDED, *TIMES, "stacked", "best_test_error", "fit_loss", "fit_error"}
+ENDED = {*POINT, *NEEDED, "stacked", "best_test_error", "fit_loss", "fit_error"}
+ENDED |= {"images_per_second", "wall_seconds", "overhead_seconds"}
 DIGEST = "digest"
 
 
@@ -86,14 +85,12 @@ def check_summary(summary: Line, recipe: Recipe) -> Line:
 
 
 def check_sessions(sessions: Any) -> tuple[Line, ...]:
-    """Where and with what a run was computed: its environments, oldest first."""
     if not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
         raise ValueError("it has no list of sessions")
     return tuple(sessions)
 
 
 def check_curve(points: Sequence[Line]) -> tuple[Line, ...]:
-    """Points of a curve, in order."""
     for point in points:
         _check(point, POINT, COLUMNS)
     iterations = [point["iteration"] for point in points]
@@ -102,29 +99,14 @@ def check_curve(points: Sequence[Line]) -> tuple[Line, ...]:
     return tuple(points)
 
 
-def check_end(summary: Line | None, points: Sequence[Line]) -> None:
-    """The curve of a run that has ended ends where its summary says."""
-    if summary is None:
-        return
-    last = points[-1] if points else {}
-    for name in ("iteration", "test_error") if summary["status"] == "finished" else ("iteration",):
-        if last.get(name) != summary[name]:
-            raise ValueError(f"its curve ends with {name} {last.get(name)}, its summary has {summary[name]}")
-
-
 def parsed(content: bytes) -> Line:
-    """The JSON object in a file or a line."""
     try:
-        value = json.loads(content, parse_constant=_no_number)
+        value = json.loads(content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError("it holds no JSON object")
     return value
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
 
 
 def sealed(value: Mapping[str, Any], identity: str) -> Line:
@@ -148,23 +130,35 @@ def unsealed(value: Line, identity: str) -> Line:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder that this process holds the lock of."""
+    """A run folder. Who writes there holds its lock (`open_run`)."""
 
     folder: Path
     recipe: Recipe
 
     @property
     def summary(self) -> Line | None:
-        """The result, if the run is finished."""
-        return read_summary(self.folder, self.recipe)
+        """The result; None if the run is not finished, or not begun."""
+        return _read(self.folder / SUMMARY, lambda content: check_summary(self._opened(content), self.recipe))
 
     @property
     def metrics(self) -> tuple[Line, ...]:
-        return _curve(self.folder, self.recipe)
+        """The whole lines of a file to which a process may be writing, or was when it died."""
+        return _read(self.folder / METRICS, self._curve) or ()
+
+    @property
+    def sessions(self) -> tuple[Line, ...]:
+        """Where and with what it was computed, oldest first."""
+        found = _read(self.folder / ENVIRONMENT, lambda content: check_sessions(self._opened(content).get("sessions")))
+        return found or ()
+
+    def _curve(self, content: bytes) -> tuple[Line, ...]:
+        return check_curve([self._opened(line) for line in content.split(b"\n")[:-1]])
+
+    def _opened(self, content: bytes) -> Line:
+        return unsealed(parsed(content), self.recipe.identity)
 
     def begin(self, environment: Mapping[str, Any]) -> None:
-        """Adds a session to `environment.json`."""
-        sessions = [*_sessions(self.folder, self.recipe), dict(environment)]
+        sessions = [*self.sessions, dict(environment)]
         write_json(self.folder / ENVIRONMENT, sealed({"sessions": sessions}, self.recipe.identity))
 
     def rewind(self, iteration: int) -> None:
@@ -238,7 +232,6 @@ def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
         except Timeout as error:
             raise BusyError(f"{folder} is in use by another process: wait for it or stop it") from error
     with lock:
-        run = Run(folder, recipe)
         for left in folder.glob("*.part"):  # by a process that was killed while it wrote
             left.unlink(missing_ok=True)
         path = folder / RECIPE
@@ -246,7 +239,7 @@ def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
             write_json(path, recipe.to_dict())
         elif _read(path, _recipe) != recipe:
             raise RecordError(f"{path} is another recipe's: choose another folder for this run")
-        yield run
+        yield Run(folder, recipe)
 
 
 @dataclass(frozen=True)
@@ -259,10 +252,18 @@ class Record:
     metrics: tuple[Line, ...]
     summary: Line | None
 
-
-def read_summary(folder: Path, recipe: Recipe) -> Line | None:
-    """The result in a run folder; None if the run is not finished, or not begun."""
-    return _read(folder / SUMMARY, lambda content: check_summary(unsealed(parsed(content), recipe.identity), recipe))
+    @classmethod
+    def checked(
+        cls, path: Path, recipe: Recipe, sessions: Any, points: Sequence[Line], summary: Line | None
+    ) -> "Record":
+        """As it was read; the curve of a run that has ended must end where its summary says."""
+        if summary is not None:
+            check_summary(summary, recipe)
+            last = points[-1] if points else {}
+            for name in ("iteration", "test_error") if summary["status"] == "finished" else ("iteration",):
+                if last.get(name) != summary[name]:
+                    raise ValueError(f"its curve ends with {name} {last.get(name)}, its summary has {summary[name]}")
+        return cls(path, recipe, check_sessions(sessions), check_curve(points), summary)
 
 
 def read_run(folder: Path) -> Record:
@@ -272,17 +273,15 @@ def read_run(folder: Path) -> Record:
         raise RecordError(f"{folder} is no run folder: it has no {RECIPE}")
     if recipe.folder != folder.resolve().name:
         raise RecordError(f"{folder / RECIPE} is that of another run, {recipe.folder}")
-    summary = read_summary(folder, recipe)  # before the curve: once it is there, the curve is whole
-    curve = _curve(folder, recipe)
+    run = Run(folder, recipe)
+    summary = run.summary  # before the curve: once it is there, the curve is whole
     try:
-        check_end(summary, curve)
+        return Record.checked(folder, recipe, list(run.sessions), run.metrics, summary)
     except ValueError as error:
         raise RecordError(f"{folder / METRICS} is not that of {SUMMARY}: {error}") from error
-    return Record(folder, recipe, _sessions(folder, recipe), curve, summary)
 
 
 def environment(**options: Any) -> Line:
-    """Where and with what a session runs."""
     cuda = torch.cuda.is_available()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -302,13 +301,12 @@ def environment(**options: Any) -> Line:
 
 def commit() -> str | None:
     """Commit of the source this runs from, "+" if files were changed since; None outside a git checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    told = ["describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+    git = ["git", "-C", str(Path(__file__).parent), *told]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
-        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
 def finite(value: float) -> float | None:
@@ -324,6 +322,7 @@ def write_atomic(path: Path, *chunks: bytes | memoryview) -> None:
     """`path` holds either what it held or all of `chunks`, whatever happens in between."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # several processes may write a report
     with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("wb") as file:
                 for chunk in chunks:
@@ -350,7 +349,6 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
-    """What a file holds; None if there is no file."""
     if not path.exists():
         return None
     try:
@@ -361,19 +359,3 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
 
 def _recipe(content: bytes) -> Recipe:
     return Recipe.from_dict(parsed(content))
-
-
-def _sessions(folder: Path, recipe: Recipe) -> tuple[Line, ...]:
-    def parse(content: bytes) -> tuple[Line, ...]:
-        return check_sessions(unsealed(parsed(content), recipe.identity).get("sessions"))
-
-    return _read(folder / ENVIRONMENT, parse) or ()
-
-
-def _curve(folder: Path, recipe: Recipe) -> tuple[Line, ...]:
-    """The whole lines of a file to which a process may be writing, or was when it died."""
-
-    def parse(content: bytes) -> tuple[Line, ...]:
-        return check_curve([unsealed(parsed(line), recipe.identity) for line in content.split(b"\n")[:-1]])
-
-    return _read(folder / METRICS, parse) or ()

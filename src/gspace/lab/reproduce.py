@@ -1,19 +1,15 @@
-"""`gspace reproduce NAME`: the runs of a table or figure of the paper, those that are not finished, then its report.
-
-`--list` shows them and what they cost; `--list --json` writes those that are not finished as the list that
-`gspace train --queue` takes.
-"""
+"""`gspace reproduce NAME`: the runs of a table or figure of the paper, those that are not finished, then its report."""
 
 import argparse
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gspace.lab import options
 from gspace.lab.archive import read_records, scores_of
-from gspace.lab.cells import LENGTHS, Cell, Experiment, Scores, Variant, guessed, jobs
-from gspace.lab.cost import CPU, GPU, duration, estimate
+from gspace.lab.cells import LENGTHS, Cell, Experiment, Scores, Variant, costs, guessed, jobs
 from gspace.lab.errors import RequestError
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.recipe import Recipe, check_name
@@ -37,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="with --list: the file for `gspace train --queue`")
     group = parser.add_argument_group("only some of the runs (lists are separated by commas)")
     for name, (what, example, _) in FILTERS.items():
-        group.add_argument(f"--{name}", type=_names, metavar="NAME,...", help=f"{what}s, for example {example}")
+        group.add_argument(f"--{name}", metavar="NAME,...", help=f"{what}s, for example {example}")
     group.add_argument("--part", metavar="TEXT", help="tables whose heading holds this text, for example grid")
     group.add_argument("--seeds", type=options.numbers, metavar="N,...", help="seeds, for example 0,1,2 or 0-2")
     options.add_runs(parser)
@@ -61,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"decided by these: {len(all_left) - len(left)} more, about {costs(all_left)} in all")
         return 0
     done = work(cells, args)
-    document = assemble(recorded(args), [experiment], f"{experiment.command}{variant.flags}", counting(args))
-    written = publish(document, args.report or args.out / "report" / experiment.name)
-    print("\n".join(map(str, written)))
+    again = ["--out", str(args.out), *(["--results", *map(str, args.results)] if args.results else [])]
+    document = assemble(recorded(args), [experiment], f"{experiment.command}{variant.flags}", f" {shlex.join(again)}")
+    print("\n".join(map(str, publish(document, args.report or args.out / "report" / experiment.name))))
     return conclude(*done)
 
 
@@ -90,12 +86,6 @@ def unfinished(cells: Sequence[Cell], scores: Scores) -> list[Recipe]:
     return [recipe for recipe in jobs(cells) if scores(recipe) is None]
 
 
-def counting(args: argparse.Namespace) -> str:
-    """The options by which the same runs count as finished another time."""
-    results = ["--results", *map(str, args.results)] if args.results else []
-    return f" {shlex.join(['--out', str(args.out), *results])}"
-
-
 def recorded(args: argparse.Namespace) -> list[Record]:
     return read_records([*([args.out] if args.out.exists() else []), *args.results])
 
@@ -107,7 +97,7 @@ def selected(cells: Sequence[Cell], args: argparse.Namespace) -> list[Cell]:
         asked = getattr(args, name)
         if asked is not None:
             there = sorted({key(cell) for cell in cells})
-            wanted = [check_name(what, one, there) for one in asked]
+            wanted = [check_name(what, one, there) for one in asked.strip(",").split(",")]
             kept = [cell for cell in kept if key(cell) in wanted]
     if args.part:
         parts = dict.fromkeys(cell.part for cell in kept)
@@ -115,7 +105,7 @@ def selected(cells: Sequence[Cell], args: argparse.Namespace) -> list[Cell]:
         if not kept:  # also where it comes later: what decides its runs is not finished
             raise RequestError(f"none of the tables known so far has {args.part!r} in its heading: {'; '.join(parts)}")
     if args.seeds is not None:
-        kept = [cell.only(args.seeds) for cell in kept]
+        kept = [replace(c, recipes=tuple(r for r in c.recipes if r.seed in args.seeds)) for c in kept]
     kept = [cell for cell in kept if cell.recipes]
     if not kept:
         raise RequestError("no run of the experiment fits all of these filters")
@@ -149,14 +139,3 @@ def as_text(experiment: Experiment, variant: Variant, cells: Sequence[Cell], sco
     left = unfinished(cells, scores)  # in the order in which they run: it decides what is stacked and compiled
     lines.append(f"left: {len(left)} runs, about {costs(left)}")
     return "\n".join(lines)
-
-
-def costs(recipes: Sequence[Recipe]) -> str:
-    """The estimate on each machine that could be meant; the CPU's only where it is bearable."""
-    day = 24 * 3600
-    found = {machine.name: estimate(recipes, machine) for machine in (GPU, CPU)}
-    return ", ".join(f"{duration(seconds)} on {name}" for name, seconds in found.items() if seconds < day)
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]

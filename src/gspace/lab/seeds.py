@@ -16,10 +16,9 @@ def derive(seed: int, *purpose: str | int) -> int:
     >>> derive(0, "order", 1) == derive(0, "order", 1), derive(0, "order", 1) == derive(0, "order", 2)
     (True, False)
     """
-    text = "/".join(str(part) for part in (seed, *purpose))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    text = "/".join(map(str, (seed, *purpose))).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
-    """A CPU generator at the start of its purpose's stream."""
     return torch.Generator().manual_seed(derive(seed, *purpose))

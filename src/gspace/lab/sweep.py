@@ -10,10 +10,10 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -22,10 +22,10 @@ from gspace.lab import options
 from gspace.lab.display import steps
 from gspace.lab.engine import Cluster
 from gspace.lab.errors import BusyError, DeviceError, Interrupted, LabError, RecordError, RequestError, reason
-from gspace.lab.learners import stack_key, stackable
+from gspace.lab.learners import batches, stack_or_run, stackable
 from gspace.lab.loop import interruption
 from gspace.lab.recipe import DEFAULTS, Recipe
-from gspace.lab.record import SUMMARY, Line, read_summary
+from gspace.lab.record import SUMMARY, Line, Run
 from gspace.lab.train import Session, train, train_many
 
 PATIENCE = 60  # seconds
@@ -33,10 +33,6 @@ RETRIES = 5  # of a task whose node or process died, or that failed
 EXAMPLES = """examples:
   gspace train --epochs 20 --optimizer gsgd --init skeleton --lr 0.1
       an MLP on scikit-learn's digits, by G-SGD from the paper's initialisation
-
-  gspace train --data cifar10 --model plain-34 --iterations 8000 --lr 1 --milestones 0.5,0.75 --augment crop-flip \\
-      --precision bf16 --optimizer gsgd --init skeleton --pin stages --max-ratio inf --max-drift inf
-      a network of the paper's Table 1, on an eighth of its schedule
 
   gspace train --recipe runs/SOME-RUN/recipe.json --lr 0.05 --seeds 0-4
       a recorded run again, with another rate and five seeds
@@ -57,7 +53,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; 1 if a run failed."""
     if args.queue:
         ignored = [name for name in (*DEFAULTS, "recipe", "seeds") if getattr(args, name) is not None]
         if ignored:
@@ -69,36 +64,31 @@ def run(args: argparse.Namespace) -> int:
     recipes = share(recipes, args.slice) if args.slice else recipes
     cluster, failed, before = options.cluster(args), 0, sum(finished(args.out, recipe) for recipe in recipes)
     options.prepare(recipes, args)
-    with options.session(args, len(recipes)) as session, options.alone(args.json):
-        if len(recipes) == 1 and not (args.queue or cluster):  # what goes wrong is then this command's error
-            report(recipes[0], train(recipes[0], args.out, **vars(session)))
-        else:
-            failed = run_all(recipes, args.out, session, args.stack, cluster)
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():  # the standard output is for the JSON alone
+        with options.session(args, len(recipes)) as session:
+            if len(recipes) == 1 and not (args.queue or cluster):  # what goes wrong is then this command's error
+                report(recipes[0], train(recipes[0], args.out, **vars(session)))
+            else:
+                failed = run_all(recipes, args.out, session, args.stack, cluster)
+        code = conclude(len(recipes), before if len(recipes) > 1 or args.queue else 0, failed)
     if args.json:
-        ended: list[Line] = [
-            {"folder": str(folder), "recipe": recipe.short(), "summary": read_summary(folder, recipe)}
-            for recipe in recipes
-            for folder in [args.out / recipe.folder]
-        ]
+        runs = [Run(args.out / recipe.folder, recipe) for recipe in recipes]
+        ended = [{"folder": str(run.folder), "recipe": run.recipe.short(), "summary": run.summary} for run in runs]
         print(json.dumps(ended, indent=1))
-    with options.alone(args.json):
-        return conclude(len(recipes), before if len(recipes) > 1 or args.queue else 0, failed)
+    return code
 
 
 def read_queue(path: Path) -> list[Recipe]:
-    """The recipes of a JSON list."""
+    where, recipes = str(path), []
     try:
-        jobs = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{path} cannot be read: {error}") from error
-    if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-        raise RequestError(f"{path} is no list of recipes")
-    recipes = []
-    for k, job in enumerate(jobs, 1):
-        try:
+        jobs = options.read_json(path)
+        if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
+            raise RequestError("it is no list of recipes")
+        for k, job in enumerate(jobs, 1):
+            where = f"{path}, recipe {k} of {len(jobs)}"
             recipes.append(Recipe.from_dict(job))
-        except RequestError as error:
-            raise RequestError(f"{path}, recipe {k} of {len(jobs)}: {error}") from error
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}") from error
     return recipes
 
 
@@ -108,20 +98,7 @@ def share(recipes: Sequence[Recipe], part: tuple[int, int]) -> list[Recipe]:
     MLPs that can be stacked are in one slice. Other runs of a table are dealt by the hash of their recipes.
     """
     k, n = part
-    return [recipe for recipe in recipes if int(_group(recipe).identity, 16) % n == k - 1]
-
-
-def _group(recipe: Recipe) -> Recipe:
-    return stack_key(recipe) if stackable(recipe) else recipe
-
-
-def batches(recipes: Sequence[Recipe], largest: int) -> Iterator[list[Recipe]]:
-    """Runs to be taken together: neighbours that can be stacked, at most `largest`; all others alone."""
-    for key, group in groupby(recipes, key=_group):
-        members = list(dict.fromkeys(group))
-        size = largest if stackable(key) else 1
-        for start in range(0, len(members), size):
-            yield members[start : start + size]
+    return [recipe for recipe in recipes if int(stack_or_run(recipe).identity, 16) % n == k - 1]
 
 
 def finished(out: Path, recipe: Recipe) -> bool:
@@ -130,29 +107,36 @@ def finished(out: Path, recipe: Recipe) -> bool:
 
 def run_all(recipes: Sequence[Recipe], out: Path, session: Session, stack: int = 16, on: Cluster | None = None) -> int:
     """Works through the recipes; returns how many failed. Raises `Interrupted` when a signal stops it."""
-    left = [some for some in batches(list(dict.fromkeys(recipes)), stack) if not all(finished(out, r) for r in some)]
-    return _on_ray(left, out.resolve(), session, on) if on else sum(_here(some, out, session) for some in left)
+    every = batches(list(dict.fromkeys(recipes)), stack)
+    left = [(members, new) for members in every if (new := [r for r in members if not finished(out, r)])]
+    if on:
+        return _on_ray(left, out.resolve(), session, on)
+    failed = 0
+    for members, new in left:
+        _check_stop(session, f"before {members[0].folder}")
+        failed += _done(new, out, partial(_train, members, out, session))
+    return failed
 
 
-def _here(members: Sequence[Recipe], out: Path, session: Session) -> int:
-    """Runs these in this process; returns how many of them failed, and says why."""
-    _check_stop(session, f"before {members[0].folder}")
-    new = [recipe for recipe in members if not finished(out, recipe)]
+def _done(new: Sequence[Recipe], out: Path, work: Callable[[], None]) -> int:
+    """Does the work of these runs; returns how many of them failed, and says why."""
     try:
-        _train(members, out, session)
+        work()
+        if not all(finished(out, recipe) for recipe in new):
+            raise RecordError(f"{out} has no record of it: --out must be a folder that all nodes share")
     except (Interrupted, BrokenPipeError):
         raise
     except LabError as error:
-        print(f"{members[0].folder}: {error}", file=sys.stderr)
-        return len(new)
+        print(f"{new[0].folder}: {error}", file=sys.stderr)
     except Exception:  # noqa: BLE001 -- one run must not keep the others from running; the traceback is shown
-        print(f"{members[0].folder}: failed\n{traceback.format_exc()}", file=sys.stderr)
-        return len(new)
+        print(f"{new[0].folder}: failed\n{traceback.format_exc()}", file=sys.stderr)
+    else:
+        for recipe in new:
+            report(recipe, Run(out / recipe.folder, recipe).summary)
+        return 0
     finally:
         gc.collect()  # networks and CUDA graphs refer to themselves
-    for recipe in new:
-        report(recipe, read_summary(out / recipe.folder, recipe))
-    return 0
+    return len(new)
 
 
 def _train(members: Sequence[Recipe], out: Path, session: Session) -> None:
@@ -168,7 +152,7 @@ def _check_stop(session: Session, where: str) -> None:
         raise interruption(signum, where, session.minutes)
 
 
-def _on_ray(tasks: Sequence[Sequence[Recipe]], out: Path, session: Session, on: Cluster) -> int:
+def _on_ray(tasks: Sequence[tuple[list[Recipe], list[Recipe]]], out: Path, session: Session, on: Cluster) -> int:
     """Each of these is a task, which Ray starts again where a node dies; `out` is a folder that all nodes share."""
     if not tasks:
         return 0
@@ -185,15 +169,22 @@ def _on_ray(tasks: Sequence[Sequence[Recipe]], out: Path, session: Session, on: 
         raise DeviceError(f"{on.gpus:g} GPUs a run were asked for, and this machine has fewer")
     needs = {"num_cpus": on.threads, "num_gpus": on.gpus}
     run = ray.remote(_task).options(max_retries=RETRIES, retry_exceptions=True, **needs)
-    left = {run.remote(members, out, plain, on.threads): members for members in tasks}
+    left = {run.remote(members, out, plain, on.threads): new for members, new in tasks}
     failed = 0
+
+    def result(task: object) -> None:
+        try:
+            ray.get(task)
+        except Exception as error:  # Ray wraps whatever was raised on a node
+            raise RecordError(reason(error)) from error
+
     try:
         with steps(len(tasks)) as show:
             while left:
                 ended, _ = ray.wait(list(left), timeout=0.5)
                 _check_stop(session, f"with {len(left)} tasks to do")
                 for task in ended:
-                    failed += _ended(left.pop(task), out, partial(ray.get, task))
+                    failed += _done(left.pop(task), out, partial(result, task))
                     show(f"{len(tasks) - len(left)} of {len(tasks)} tasks")
     finally:
         for task in left:
@@ -214,19 +205,6 @@ def _task(members: Sequence[Recipe], out: Path, session: Session, threads: int) 
     _train(members, out, session)
 
 
-def _ended(members: Sequence[Recipe], out: Path, result: Callable[[], None]) -> int:
-    try:
-        result()
-        if not all(finished(out, recipe) for recipe in members):
-            raise RecordError(f"{out} has no record of it: --out must be a folder that all nodes share")
-    except Exception as error:  # noqa: BLE001 -- Ray wraps whatever was raised on a node
-        print(f"{members[0].folder}: {reason(error)}", file=sys.stderr)
-        return len(members)
-    for recipe in members:
-        report(recipe, read_summary(out / recipe.folder, recipe))
-    return 0
-
-
 def conclude(runs: int, before: int, failed: int) -> int:
     """Says in a last line what the lines of the runs do not say, and returns the exit code."""
     if runs and before == runs:
@@ -235,7 +213,6 @@ def conclude(runs: int, before: int, failed: int) -> int:
 
 
 def report(recipe: Recipe, summary: Line | None) -> None:
-    """One line per run that has ended."""
     shown = ("status", "test_error", "train_loss", "wall_seconds", "images_per_second", "overhead_seconds")
     values = [(name, summary[name]) for name in shown if summary and name in summary]
     texts = (f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}" for name, value in values)

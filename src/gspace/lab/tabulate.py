@@ -5,11 +5,12 @@ At the top stand the paper's claims, one line each: what the records say of them
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from math import floor, log10
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 from gspace.lab.archive import scores_of
 from gspace.lab.cells import Cell, Experiment, Method, Variant, data_label
@@ -21,8 +22,7 @@ from gspace.lab.record import Record
 Found = Mapping[Recipe, Record]
 
 
-@dataclass(frozen=True)
-class Measure:
+class Measure(NamedTuple):
     """A number of a summary: its key there, its label, from the summary's unit to the label's, how it is written."""
 
     key: str
@@ -45,14 +45,8 @@ def measures_of(cells: Sequence[Cell]) -> Collection[Measure]:
     return (ERROR,) if any(cell.recipes[0].validation for cell in cells) else MEASURES.values()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What the runs of a cell gave.
-
-    Attributes:
-        values: Per seed, of the runs that reached their end.
-        diverged: How many did not.
-    """
+class Outcome(NamedTuple):
+    """What the runs of a cell gave: a value per seed of those that reached their end, and how many did not."""
 
     values: Mapping[int, float]
     diverged: int = 0
@@ -93,7 +87,6 @@ def mean_std(values: Sequence[float], measure: Measure, sign: str = "") -> str:
 
 
 def parts_of(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """The cells by the heading of their table."""
     return {part: [c for c in cells if c.part == part] for part in dict.fromkeys(cell.part for cell in cells)}
 
 
@@ -167,7 +160,6 @@ def gaps(base: Cell | None, other: Cell | None, found: Found, measure: Measure) 
 
 
 def difference(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> str:
-    """Those gaps in a cell of a table."""
     return mean_std(gaps(base, other, found, measure), measure, "+") or "–"
 
 
@@ -175,15 +167,10 @@ def difference(base: Cell | None, other: Cell | None, found: Found, measure: Mea
 
 LEVEL = 0.05  # of a paired t-test, two-sided, not corrected for the number of comparisons
 LEAST = 3  # seeds below which nothing is said
-NOTE = (
-    "Differences between runs of one seed, mean ± sample standard deviation (number of seeds); p is that of a paired "
-    f"t-test, two-sided, not corrected for the number of comparisons. *Certain* is p < {LEVEL:g}; with fewer than "
-    f"{LEAST} seeds a line is *open*. Errors in points."
-)
+NOTE = FACTS["text"]["claims"].format(level=LEVEL, least=LEAST)
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """`other` has less of the measure than `base`, or as much, on every line of a table; see `experiments.toml`."""
 
     text: str

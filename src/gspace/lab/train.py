@@ -18,47 +18,36 @@ from typing import Any
 
 import torch
 
-from gspace.lab.data import DataSet, load, subset
+from gspace.lab.data import load, subset
 from gspace.lab.engine import Engine, arithmetic, number_type
 from gspace.lab.errors import RecordError, RequestError
-from gspace.lab.learners import Single, Stacked, largest_stack, stack_key, stackable
+from gspace.lab.learners import Learner, Single, Stacked, largest_stack, stack_key, stackable
 from gspace.lab.loop import Loop, Stop, Watch, stop_requests
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, Line, Run, environment, open_run, read_run
 from gspace.lab.seeds import derive
 from gspace.lab.transform import feed
 
-LEARNERS: Mapping[str, type[Single | Stacked]] = {Single.kind: Single, Stacked.kind: Stacked}
+_data = functools.lru_cache(maxsize=2)(load)
+LEARNERS: Mapping[str, type[Learner]] = {Single.kind: Single, Stacked.kind: Stacked}
 
 
 @dataclass(frozen=True)
 class Session:
-    """What runs of one call have in common.
+    """What runs of one call have in common."""
 
-    Attributes:
-        data_dir: Where the data sets are, see `data.data_folder`.
-        engine: How to compute.
-        watch: Told of the progress.
-        stop: Number of the signal that asks to stop, or None; signals are caught for the call's time if left out.
-        minutes: The time after which `stop` gives SIGALRM, if there is such a limit.
-    """
-
-    data_dir: str | Path | None = None
+    data_dir: str | Path | None = None  # see `data.data_folder`
     engine: Engine = field(default_factory=Engine)
-    watch: Watch | None = None
-    stop: Stop | None = None
-    minutes: float | None = None
+    watch: Watch | None = None  # told of the progress
+    stop: Stop | None = None  # if left out, signals are caught for the call's time
+    minutes: float | None = None  # after which `stop` gives SIGALRM, if there is such a limit
 
 
 def train(recipe: Recipe, out: str | Path, **session: Any) -> Line:
-    """Runs a recipe to its end, from its checkpoint if there is one, and returns its summary.
+    """Runs a recipe to its end, from its checkpoint if there is one, and returns its summary; a finished one has it.
 
-    A finished run returns the summary it has. Raises `Interrupted` when a signal stops it, after a checkpoint, and
-    `BusyError` if another process is at work on it.
-
-    Args:
-        out: Folder of run folders.
-        session: Fields of `Session`.
+    `out` is the folder of run folders, `session` has fields of `Session`. Raises `Interrupted` when a signal stops it,
+    after a checkpoint, and `BusyError` if another process is at work on it.
     """
     with open_run(Path(out), recipe) as run:
         if run.summary is None:
@@ -112,11 +101,6 @@ def _work_in_stacks(runs: Sequence[Run], session: Session) -> None:
                         raise RecordError(f"{runs[0].folder / CHECKPOINT} names {name}, which no stack has beside it")
                     found[name] = held.enter_context(open_run(folder.parent, recipe))
             _work([found[name] for name in members], kind, session)
-
-
-@functools.lru_cache(maxsize=2)
-def _data(name: str, data_dir: str | Path | None, device: str) -> DataSet:
-    return load(name, data_dir, device)
 
 
 def _work(runs: Sequence[Run], kind: str, session: Session) -> None:

@@ -6,7 +6,7 @@ tensor of a CUDA graph. An epoch is one permutation of the training images witho
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from gspace.lab.data import SETS, DataSet
 from gspace.lab.seeds import generator
 
+EVALUATION_BATCH = 2_000
 Inputs = Callable[[Tensor, Tensor, Tensor], Tensor]  # pixels in [0, 1], mean, std -> what the network reads
 
 
@@ -32,16 +33,11 @@ def grey(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (0.299 * red + 0.587 * green + 0.114 * blue).unsqueeze(-3)
 
 
-def pooled(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """`standard`, then the average of each 4 × 4 square: 28 × 28 becomes 7 × 7."""
-    return F.avg_pool2d(standard(pixels, mean, std), 4)
-
-
 INPUTS: Mapping[str, Inputs] = {
     "standard": standard,
     "unit": lambda pixels, mean, std: pixels,
     "grey": grey,
-    "pooled": pooled,
+    "pooled": lambda pixels, mean, std: F.avg_pool2d(standard(pixels, mean, std), 4),  # 28 × 28 becomes 7 × 7
 }
 
 
@@ -61,19 +57,14 @@ def input_shape(data: str, inputs: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Augment:
-    """A random change of the training images.
+    """A random change of the training images."""
 
-    Attributes:
-        margin: Zeros added on each side of the stored images.
-        draw: n rows of random numbers, `(n, draws)`.
-        still: The row of draws that changes nothing.
-        take: Pixels `(..., channel, height, width)` for stored images and rows `(..., 1 + draws)`.
-    """
-
-    margin: int
-    draw: Callable[[int, torch.Generator], Tensor]
-    still: tuple[int, ...]
-    take: Callable[[Tensor, Tensor], Tensor]
+    margin: int  # zeros added on each side of the stored images
+    draw: Callable[[int, torch.Generator], Tensor]  # n rows of random numbers, `(n, draws)`
+    still: tuple[int, ...]  # the row of draws that changes nothing
+    take: Callable[
+        [Tensor, Tensor], Tensor
+    ]  # stored images, rows `(..., 1 + draws)` -> `(..., channel, height, width)`
 
 
 MARGIN = 4
@@ -106,35 +97,29 @@ AUGMENTS: Mapping[str, Augment] = {
 
 @dataclass(frozen=True)
 class Feed:
-    """Everything a training run reads, on its device.
+    """Everything a training run reads, on its device."""
 
-    Attributes:
-        images: The training pool: finished inputs (no augmentation), or padded pixels.
-        labels: `(N,)`.
-        x_test, y_test: Finished test inputs and labels.
-        shape: Of one input, `(channel, height, width)`.
-        augment: What happens to each training image.
-        finish: Pixels that `augment.take` returned -> inputs.
-    """
-
-    images: Tensor
+    images: Tensor  # finished inputs, or padded pixels if there is an augmentation
     labels: Tensor
-    x_test: Tensor
+    x_test: Tensor  # finished
     y_test: Tensor
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int]  # of one input, `(channel, height, width)`
     classes: int
     augment: Augment
-    finish: Callable[[Tensor], Tensor]
+    finish: Callable[[Tensor], Tensor]  # pixels that `augment.take` returned -> inputs
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and labels for rows `(..., 1 + draws)`."""
         return self.finish(self.augment.take(self.images, rows)), self.labels[rows[..., 0]]
 
+    def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.x_test.split(EVALUATION_BATCH), self.y_test.split(EVALUATION_BATCH), strict=True)
+
     def still_rows(self) -> Tensor:
         """Rows that give every training image as it is, in order."""
-        index = torch.arange(len(self.labels))
-        draws = torch.tensor(self.augment.still, dtype=torch.int64).expand(len(index), -1)
-        return torch.cat([index[:, None], draws], 1).to(self.labels.device)
+        rows = torch.tensor([[0, *self.augment.still]]).repeat(len(self.labels), 1)
+        rows[:, 0] = torch.arange(len(rows))
+        return rows.to(self.labels.device)
 
 
 def feed(data: DataSet, inputs: str, augment: str, dtype: torch.dtype = torch.float32) -> Feed:
@@ -147,16 +132,10 @@ def feed(data: DataSet, inputs: str, augment: str, dtype: torch.dtype = torch.fl
     fixed = change.margin == 0
     x_test = _in_pieces(finish, data.x_test)
     channels, height, width = x_test.shape[1:]
-    return Feed(
-        images=_in_pieces(finish, data.x_train) if fixed else F.pad(data.x_train, (change.margin,) * 4),
-        labels=data.y_train,
-        x_test=x_test,
-        y_test=data.y_test,
-        shape=(channels, height, width),
-        classes=data.classes,
-        augment=change,
-        finish=(lambda inputs: inputs) if fixed else finish,
-    )
+    images = _in_pieces(finish, data.x_train) if fixed else F.pad(data.x_train, (change.margin,) * 4)
+    ready = (lambda inputs: inputs) if fixed else finish
+    shape = (channels, height, width)
+    return Feed(images, data.y_train, x_test, data.y_test, shape, data.classes, change, ready)
 
 
 def _in_pieces(function: Callable[[Tensor], Tensor], x: Tensor, size: int = 10_000) -> Tensor:
