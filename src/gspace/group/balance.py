@@ -94,12 +94,8 @@ class Network:
     links: Tensor
 
 
-def squares(edges: Sequence[Edges], weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """a = Σ over taps of w² in float64, `(group, out, in)` for each parameter."""
-    return [_square(e, weights[e.name]) for e in edges]
-
-
-def _square(e: Edges, weight: Tensor) -> Tensor:
+def square(e: Edges, weight: Tensor) -> Tensor:
+    """a = Σ over taps of w² in float64, `(group, out, in)`."""
     a = e.view(weight.detach()).to(torch.float64, copy=True).add_(e.shift).square_()
     return a.flatten(3).sum(3) if a.dim() > 3 else a
 
@@ -107,7 +103,7 @@ def _square(e: Edges, weight: Tensor) -> Tensor:
 def _strength(e: Edges, weight: Tensor) -> Tensor:
     view = e.view(weight.detach())
     narrow = view.is_floating_point() and view.dtype != torch.float64
-    return view if narrow and view.dim() == 3 and view.numel() >= MANY and not e.shift else _square(e, weight)
+    return view if narrow and view.dim() == 3 and view.numel() >= MANY and not e.shift else square(e, weight)
 
 
 def live_units(edges: Sequence[Edges], strength: Sequence[Tensor], n: int, reduce: Reduce = alone) -> Tensor:

@@ -136,19 +136,15 @@ def _solve(found: Analysis, a: dict[str, Tensor], b: dict[str, Tensor]) -> Tenso
         wa, wb = (magnitude(e.view(x[e.name].detach()).cpu() + e.shift) for x in (a, b))
         size, tap = (wa * (wb > 0)).reshape(*wa.shape[:3], -1).max(3)
         ratio = (wb / wa).reshape(*wa.shape[:3], -1).gather(3, tap[..., None])[..., 0].log()
-        links.append((e.head, e.tail, size, ratio))
+        links += [(e.tail, e.head, size, ratio), (e.head, e.tail, size.mT, -ratio.mT)]
     while True:
         before = int(known.sum())
-        for head, tail, size, ratio in links:
-            for source, target, strength, jump in (
-                (tail, head, size, ratio),
-                (head, tail, size.transpose(1, 2), -ratio.transpose(1, 2)),
-            ):
-                best, at = (strength * known[source][:, None, :]).max(2)
-                value = log[source].gather(1, at) + jump.gather(2, at[..., None])[..., 0]
-                new = (best > 0) & ~known[target]
-                log[target[new]] = value[new]
-                known[target[new]] = True
+        for source, target, size, ratio in links:
+            best, at = (size * known[source][:, None, :]).max(2)
+            value = log[source].gather(1, at) + ratio.gather(2, at[..., None])[..., 0]
+            new = (best > 0) & ~known[target]
+            log[target[new]] = value[new]
+            known[target[new]] = True
         for node, form in found.forms.items():
             missing = [(u, float(c)) for u, c in form if not known[u]]
             sum_of_known = sum(float(c) * log[u] for u, c in form if known[u])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, analyzed, require_module
-from gspace.group.balance import squares
+from gspace.group.balance import square
 from gspace.group.scaling import Scales, random_scales, rescale_
 from gspace.optim.coordinates import Coordinates, coordinates, path_values
 from gspace.sharding import refuse_sharded, weights_of
@@ -202,9 +202,11 @@ def balancedness(model: nn.Module, *, analysis: Analysis | None = None, **option
     found = analyzed(model, analysis, options, "pin")
     n = 1 + found.H + found.H_absorbed
     incoming, outgoing = (torch.zeros(n, dtype=torch.float64, device="cpu") for _ in range(2))
-    for e, square in zip(found.edges, squares(found.edges, weights_of(model)), strict=True):
-        incoming.index_add_(0, e.head.reshape(-1), square.sum(2).reshape(-1).cpu())
-        outgoing.index_add_(0, e.tail.reshape(-1), square.sum(1).reshape(-1).cpu())
+    weights = weights_of(model)
+    for e in found.edges:
+        a = square(e, weights[e.name]).cpu()
+        incoming.index_add_(0, e.head.reshape(-1), a.sum(2).reshape(-1))
+        outgoing.index_add_(0, e.tail.reshape(-1), a.sum(1).reshape(-1))
     return Balance(incoming[1 : 1 + found.H], outgoing[1 : 1 + found.H])
 
 

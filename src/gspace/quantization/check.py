@@ -5,7 +5,6 @@ balance layers, whose input channels are multiplied by it. Names are those of mo
 `re:` as llm-compressor writes them; a balance layer belongs to the smooth layer it shares the longest path with.
 """
 
-import contextlib
 import difflib
 import re
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from gspace.analysis import Analysis, Edges, Inputs, TraceError
-from gspace.analysis.examples import batches, guesses
+from gspace.analysis.examples import attempted, first_line
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.analysis.result import starred
 from gspace.quantization.find import examined, layer
@@ -223,21 +222,14 @@ class _Trial:
         self.parameters = dict(self.model.named_parameters())
         self.edges = [(e, layer(e.name, self.parameters)) for e in found.edges]
         self.generator = torch.Generator("cpu").manual_seed(seed)
-        self.inputs = self._inputs(example_input)
-        self.before = self._outputs()
+        self.before = attempted(self._start, self.model, example_input)
 
-    def _inputs(self, example_input: Any) -> Inputs:
-        def double(t: Tensor) -> Tensor:
-            return t.double() if t.is_floating_point() else t
-
-        if example_input is not None:
-            return tree_map_only(Tensor, double, batches(example_input)[0])
-        for guess in guesses(self.model):
-            self.inputs = guess
-            with contextlib.suppress(Exception):  # the forward pass is the user's and may raise anything
-                self._outputs()
-                return guess
-        raise TraceError("no input of the model could be guessed: pass example_input=, a batch the model accepts")
+    def _start(self, listed: list[Inputs]) -> list[Tensor]:
+        self.inputs = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, listed[0])
+        try:
+            return self._outputs()
+        except Exception as error:  # the forward pass is the user's and may raise anything
+            raise TraceError(f"a float64 copy of the model does not accept the example: {first_line(error)}") from error
 
     def _outputs(self) -> list[Tensor]:
         args, kwargs = arguments(self.inputs)

@@ -200,7 +200,8 @@ def _sides(e: Edges, shape: tuple[int, ...], channels: Tensor, powers: Tensor) -
                 (_cut(at, d, a, b), where.narrow(d, a, b - a), power.narrow(d, a, b - a)) for a, b in reversed(parts)
             ]
             continue
-        d = varying[0] if varying else _wide(at, full)
+        uncut = (d for d, s in enumerate(at) if s == slice(None) and full[d] > 1)
+        d = varying[0] if varying else next(uncut, 0)
         begin = at[d].start or 0
         size = (full[d] if at[d].stop is None else at[d].stop) - begin
         vector, weight = where.reshape(-1).expand(size), power.reshape(-1).expand(size)
@@ -209,11 +210,6 @@ def _sides(e: Edges, shape: tuple[int, ...], channels: Tensor, powers: Tensor) -
                 whole = b - a == full[d]
                 spot = at if whole else _cut(at, d, begin + a, begin + b)
                 yield Side(e.name, d, spot, float(weight[a]), e.shift, short(vector[a:b]))
-
-
-def _wide(at: Sequence[slice], full: Sequence[int]) -> int:
-    """The first dimension that is not cut."""
-    return next((d for d, s in enumerate(at) if s == slice(None) and full[d] > 1), 0)
 
 
 def _constant(t: Tensor, d: int) -> bool:

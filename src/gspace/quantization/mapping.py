@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -120,18 +121,12 @@ def joined(names: Sequence[str]) -> str:
         return names[0]
     shared = common([name.split(".")[:-1] for name in names])
     rest = [".".join(name.split(".")[shared:]) for name in names]
-    path = ".".join(names[0].split(".")[:shared])
-    return (f"{path}." if path else "") + "{" + ", ".join(rest) + "}"
+    return ".".join([*names[0].split(".")[:shared], "{" + ", ".join(rest) + "}"])
 
 
 def common(paths: Sequence[Sequence[str]]) -> int:
     """How many parts these paths have in common at their beginning."""
-    count = 0
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
 def _plain(side: Side) -> dict[str, Any]:
