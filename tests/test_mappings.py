@@ -302,6 +302,18 @@ def test_bad_input_is_one_clear_line(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_scales_and_tables_do_not_follow_the_default_device() -> None:
+    x, found = torch.randn(5, 4, dtype=torch.float64), []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+        with torch.device(device):
+            found.append([gspace.equalize_(net, by, example_input=x).values for by in ("max-abs", "l2")])
+            found[-1].append(gspace.smooth_(net, [x]).values)
+            assert gspace.check_mappings(net, [("1", ["3"])], x) == []
+    assert all(map(torch.equal, *found))
+
+
 def test_unknown_modules_are_named() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     lines = gspace.check_mappings(net, [("encoder", ["2"]), ("re:.*proj", ["2"])])

@@ -244,7 +244,7 @@ class _Trial:
             self.parameters[e.name].shape[0 if e.swap else 1] for e, of in self.edges if self._reads(entry, e, of)
         ]
         size = mapping.size if mapping else next(iter(readers), 0)
-        log = torch.randn(size, generator=self.generator, dtype=torch.float64)
+        log = torch.randn(size, generator=self.generator, dtype=torch.float64, device="cpu")
         sides = self._sides(entry, mapping, size)
         if not sides:
             return None
