@@ -28,12 +28,7 @@ READ = "its values are read outside of the network"
 
 
 class Scale(NamedTuple):
-    """Of the sums in a storage.
-
-    Attributes:
-        exponent: A scalar, which is a constant to autograd: the product does not depend on it. None stands for 0.
-        layers: Products since they were renormalized.
-    """
+    """Of the sums in a storage: an exponent, which is a constant to autograd (None: 0), and products in a row."""
 
     exponent: Tensor | None = None
     layers: int = 0

@@ -73,8 +73,8 @@ def path_norm(
         raise ValueError(f"p must be at least 1 and at most {LARGEST}, got {p!r}")
     if graph is not None and not isinstance(graph, PathGraph):
         raise TypeError(f"graph is what path_graph returns, got {type(graph).__name__}")
-    total = (graph if graph is not None else path_graph(model, example_input)).sum(p)
-    log = total.value.log() if total.exponent is None else total.value.log() + total.exponent * math.log(2)
+    total, exponent = (graph if graph is not None else path_graph(model, example_input)).sum(p)
+    log = total.log() if exponent is None else total.log() + exponent * math.log(2)
     wide = any(t.dtype in (torch.float64, torch.complex128) for t in model.parameters())
     return PathNorm((log / p).to(torch.float64 if wide else torch.float32), p)
 

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +34,7 @@ from gspace.analysis.sums import Sums
 from gspace.analysis.tape import Program, Tape
 from gspace.sharding import any_sharded, whole, whole_copy
 
-__all__ = ["PathError", "PathGraph", "PathKappa", "Power", "as_input_of", "path_graph", "path_kappa"]
-
-
-class Power(NamedTuple):
-    """A sum of |v|^p: value · 2^exponent. None stands for 0."""
-
-    value: Tensor
-    exponent: Tensor | None
+__all__ = ["PathError", "PathGraph", "PathKappa", "as_input_of", "path_graph", "path_kappa"]
 
 
 @dataclass(frozen=True)
@@ -50,39 +43,31 @@ class PathGraph:
 
     Attributes:
         model: The model.
-        sources, buffers: Modules, and the names of their parameters and buffers that the sum is made of.
+        weights, buffers: Modules, and the names of their parameters and buffers that the sum is made of.
         program: From p, |w|^p and buffers to the sum and its exponent.
         samples: How many samples it is of.
     """
 
     model: nn.Module
-    sources: Sequence[tuple[nn.Module, str]]
+    weights: Sequence[tuple[nn.Module, str]]
     buffers: Sequence[tuple[nn.Module, str]]
     program: Program
     samples: int
 
-    def weights(self) -> list[Tensor]:
-        """The parameters of now."""
-        return [_found(m._parameters, m, name) for m, name in self.sources]
-
     def inputs(self, powers: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-        """Powers of the parameters, without their history; copies of buffers, as the program may write to them."""
-        weights = [whole(w.detach()).contiguous() for w in self.weights()]
-        return [*powers(weights), *(_found(m._buffers, m, name).clone() for m, name in self.buffers)]
+        """Powers of the parameters of now, and copies of buffers: the program may write to them."""
+        weights = [whole(_held(m._parameters, m, name)).contiguous() for m, name in self.weights]
+        return [*powers(weights), *(_held(m._buffers, m, name).clone() for m, name in self.buffers)]
 
-    def sum(self, p: float = 2) -> Power:
-        """Σ_paths |v|^p of one sample."""
-        wide = [whole(w).abs().double().contiguous() for w in self.weights()]
-        return self.sum_of(p, [w.pow(p) for w in wide] + self.inputs(lambda weights: []))
-
-    def sum_of(self, p: float, inputs: Sequence[Tensor]) -> Power:
-        """The same of given powers and buffers."""
-        device = inputs[0].device if inputs else torch.device("cpu")
-        total, exponent = self.program(torch.full((), float(p), dtype=torch.float64, device=device), *inputs)
-        return Power(total / self.samples if self.samples > 1 else total, exponent)
+    def sum(self, p: float, inputs: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
+        """Σ_paths |v|^p of one sample as value · 2^exponent, None for 0; of the weights of now, or of these inputs."""
+        given = self.inputs(lambda ws: [w.abs().double().pow(p) for w in ws]) if inputs is None else inputs
+        device = given[0].device if given else torch.device("cpu")
+        total, exponent = self.program(torch.full((), float(p), dtype=torch.float64, device=device), *given)
+        return total / self.samples if self.samples > 1 else total, exponent
 
 
-def _found(held: Mapping[str, Tensor | None], module: nn.Module, name: str) -> Tensor:
+def _held(held: Mapping[str, Tensor | None], module: nn.Module, name: str) -> Tensor:
     found = held.get(name)
     if found is None:
         raise RuntimeError(f"{type(module).__name__} no longer has {name!r}: the path sum is of another model")
@@ -198,13 +183,14 @@ def path_kappa(graph: PathGraph, asked: Sequence[Tensor]) -> PathKappa:
     tape = Tape()
     with torch.inference_mode(False), torch.enable_grad():
         inputs = [tape.enter(t) for t in graph.inputs(_squares)]
-        leaves = {id(p): x.requires_grad_() for p, x in zip(graph.weights(), inputs, strict=False)}
+        held = [m._parameters[name] for m, name in graph.weights]
+        leaves = {id(p): x.requires_grad_() for p, x in zip(held, inputs, strict=False)}
         one = torch.ones((), dtype=torch.float64, device=inputs[0].device if inputs else None)
         with tape:
-            total = graph.sum_of(2, inputs)
-            scale = one if total.exponent is None else torch.exp2(total.exponent)
+            total, exponent = graph.sum(2, inputs)
+            scale = one if exponent is None else torch.exp2(exponent)
             at = [leaves[id(p)] for p in asked]
-            found = torch.autograd.grad(total.value, at, scale, allow_unused=True) if at else ()
+            found = torch.autograd.grad(total, at, scale, allow_unused=True) if at else ()
             factors = [_factors(tape, k) for k in found if k is not None]
             outputs = [f.detach() for some in factors for f in some]
             rows = [f.t() if f.dim() == 2 and f.shape[1] == 1 else f.reshape(1, -1) for f in outputs if f.numel()]
@@ -215,7 +201,7 @@ def path_kappa(graph: PathGraph, asked: Sequence[Tensor]) -> PathKappa:
 
 
 def _squares(weights: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    wide = [(w.abs() if w.is_complex() else w).to(dtype) for w in weights]
+    wide = [(w.abs() if w.is_complex() else w).detach().to(dtype) for w in weights]
     return list(torch._foreach_mul(wide, wide)) if wide else []
 
 
