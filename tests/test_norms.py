@@ -24,6 +24,7 @@ from gspace.paths.norms import BasisPathPenalty, basis_path_norm, path_norm
 from gspace.paths.pathsum import PathError, path_graph
 from invariance import build, draw_inputs, randomize_
 from parts import Net
+from programs import WRITES
 from unrolled import SMALL, Small, enumerated
 
 # What has no path sum: operations that are not positively homogeneous, attention, products of activations.
@@ -799,6 +800,29 @@ def test_what_is_written_to_a_copy_does_not_reach_the_original() -> None:
     model = Net(forward, a=nn.Linear(3, 2, bias=False)).double()
     norm = path_norm(model, 1, example_input=torch.zeros(2, 3))
     torch.testing.assert_close(norm.value, (1 + 3) * model.a.weight.abs().sum(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_gradients_reach_what_is_written_in_place(name: str) -> None:
+    case = WRITES[name]
+    model = randomize_(case.build(), 0).double()
+    try:
+        graph = path_graph(model, case.inputs(0))
+    except PathError:
+        pytest.skip("no path sum")
+    weights, generator, step = list(model.parameters()), torch.Generator().manual_seed(1), 1e-6
+    grads = torch.autograd.grad(path_norm(model, graph=graph).log, weights, allow_unused=True)
+    for w, grad in zip(weights, grads, strict=True):
+        direction = torch.randn(w.shape, generator=generator, dtype=w.dtype)
+        ends = []
+        for sign in (1, -2):
+            with torch.no_grad():
+                w.add_(sign * step * direction)
+            ends.append(float(path_norm(model, graph=graph).log.detach()))
+        with torch.no_grad():
+            w.add_(step * direction)
+        expected = 0.0 if grad is None else float((grad * direction).sum())
+        assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(expected, rel=1e-6, abs=1e-8)  # central differences
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.forward import PathError
-from gspace.analysis.memory import key_of
+from gspace.analysis.memory import geometry, key_of
 from gspace.analysis.run import Call, Run, bound, decomposition, facts, written
-from gspace.analysis.tape import Tape
+from gspace.analysis.tape import Tape, is_whole
 
 LAYERS = 6  # products in a row before a sum is renormalized
 NOTHING = -1e30  # the exponent of zeros: they hide nothing small beside them
@@ -122,18 +122,15 @@ class Sums(Run):
         """Writes sums into memory that is there, all of which has one exponent."""
         if not t.is_floating_point():
             raise self.refusal(CHOSEN)
-        n = t.untyped_storage().nbytes() // t.element_size()
-        base = t.detach().as_strided((n,), (1,), 0)
-        if t not in self.scales:
-            powers = self.constant(base)
-            self.tape.adopt(base)
-            self.mark(base.copy_(powers), *self.scales[key_of(powers)])
-        (e, _), (f, layers) = self.scales[key_of(t)], self.scales[key_of(x)]
-        common = f if t.numel() == n else _common((e, f))
-        if e is not common and t.numel() < n:
-            base.mul_(_ratio(e, common))
-        t.copy_(x if f is common else x * _ratio(f, common))
-        self.mark(t, common, layers)
+        if not is_whole(t):
+            n = t.untyped_storage().nbytes() // t.element_size()
+            here = torch.arange(n, device=t.device).as_strided(
+                *geometry(t)
+            )  # `as_strided_scatter` has no right gradient
+            t = t.detach().as_strided((n,), (1,), 0)
+            x = self.merged(lambda there, new: there.index_put((here,), new.expand(here.shape)), t, x)
+        self.tape.write(t, x)
+        self.mark(t, *self.scales[key_of(x)])
 
     # The run ----------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.memory import geometry, key_of
@@ -39,34 +39,37 @@ class Tape(TorchDispatchMode):
         self._makers: dict[str, tuple[str, Sequence[Any]]] = {}
         self._copies: dict[str, str] = {}
         self._held: list[Tensor] = []  # an `id` is used once
-        self._names: dict[int, str] = {}
+        self._names: dict[int, tuple[str, int]] = {}
         self._by_place: dict[Any, str] = {}
-        self._storages: dict[int, Tensor] = {}
+        self._storages: dict[int, tuple[Tensor, int]] = {}  # a tensor there, and how often it was written to
         self._constants: dict[str, Any] = {}
 
     def __contains__(self, t: Any) -> bool:
-        return isinstance(t, Tensor) and (id(t) in self._names or key_of(t) in self._storages)
+        return isinstance(t, Tensor) and key_of(t) in self._storages
 
     def enter(self, t: Tensor, name: str | None = None) -> Tensor:
-        self._names[id(t)] = name or f"v{len(self._held)}"
-        self._by_place.setdefault(_place(t), self._names[id(t)])
-        self._storages.setdefault(key_of(t), t)
+        self._names[id(t)] = name or f"v{len(self._held)}", self._storages.setdefault(key_of(t), (t, 0))[1]
+        self._by_place.setdefault(self._place(t), self._names[id(t)][0])
         self._held.append(t)
         return t
 
-    def adopt(self, t: Tensor) -> None:
-        """A constant that is going to be written to: each time a copy of what it is now."""
-        if t not in self:
-            now = self.name(t)
-            self.lines.append(Line(self.name(self.enter(t)), "aten.clone.default", now))
+    def write(self, t: Tensor, x: Tensor) -> None:
+        """Writes x to all of a storage: from now on its views are views of x."""
+        x = x.expand(t.shape).clone(memory_format=torch.contiguous_format)
+        with _disable_current_modes():
+            t.copy_(x)
+        _, version = self._storages.get(key_of(t), (t, 0))
+        self._storages[key_of(t)] = t, version + 1
+        self.enter(t, self.name(x))
 
     def name(self, value: Any) -> str:
         """In the program; a constant is kept as it is now."""
         if value in self:
-            if id(value) not in self._names:  # a view that was made before its memory came here
-                view = self._noted(AS_STRIDED, (self._storages[key_of(value)], *geometry(value)), {})
-                self.enter(value, self._names[id(view)])
-            return self._names[id(value)]
+            base, version = self._storages[key_of(value)]
+            if self._names.get(id(value), ("", -1))[1] != version:
+                view = self._noted(AS_STRIDED, (base, *geometry(value)), {})
+                self.enter(value, self._names[id(view)][0])
+            return self._names[id(value)][0]
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(map(self.name, value))}]"
         if value is None or isinstance(value, (bool, int, str)):
@@ -75,9 +78,12 @@ class Tape(TorchDispatchMode):
         self._constants[name] = value.detach().clone() if isinstance(value, Tensor) else value
         return name
 
+    def _place(self, t: Tensor) -> Any:
+        return key_of(t), self._storages.get(key_of(t), (t, 0))[1], t.dtype, geometry(t)
+
     def maker(self, t: Tensor) -> tuple[str, Sequence[Any]]:
         """The operation that it comes from, and its arguments."""
-        return self._makers.get(self._names.get(id(t), ""), ("", ()))
+        return self._makers.get(self.name(t), ("", ()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t in self for t in tree_leaves((args, kwargs or {}))):
@@ -85,15 +91,19 @@ class Tape(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is AS_STRIDED:  # of all that is there: autograd does not look beyond a view
+            args = self._storages[key_of(args[0])][0], *args[1:]
         given = [*map(self.name, args), *(f"{key}={self.name(value)}" for key, value in kwargs.items())]
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and func.is_view and (known := self._by_place.get(_place(out))) is not None:
+        if func.is_view and not isinstance(out, Tensor):
+            return out  # views that autograd does not write to: each is taken by its place in memory
+        if func.is_view and (known := self._by_place.get(self._place(out))) is not None:
             return self.enter(out, known)  # transposed twice, say
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 self._makers[self.name(self.enter(t))] = str(func), args
         made = "_" if out is None else self.name(out).replace("None", "_")
-        if func is CLONE and out.stride() == args[0].stride():
+        if func is CLONE and out.stride() == args[0].stride() and is_whole(args[0]):
             self._copies[made] = self._copies.get(given[0], given[0])
         self.lines.append(Line(made, str(func), ", ".join(given), func._schema.is_mutable))
         return out
@@ -146,5 +156,6 @@ class Program:
         return self._compiled.setdefault((device, dtype), known["program"])
 
 
-def _place(t: Tensor) -> Any:
-    return key_of(t), t.dtype, *geometry(t)
+def is_whole(t: Tensor) -> bool:
+    """Whether it is all of its storage, one element after the other."""
+    return t.is_contiguous() and t.numel() * t.element_size() == t.untyped_storage().nbytes()
