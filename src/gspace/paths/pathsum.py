@@ -55,9 +55,11 @@ class PathGraph:
     samples: int
 
     def inputs(self, powers: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-        """Powers of the parameters of now, and copies of buffers: the program may write to them."""
-        weights = [whole(_held(m._parameters, m, name)).contiguous() for m, name in self.weights]
-        return [*powers(weights), *(_held(m._buffers, m, name).clone() for m, name in self.buffers)]
+        """Powers of the parameters of now, and copies of buffers, no wider: the program may write to them."""
+        found = powers([whole(_held(m._parameters, m, name)).contiguous() for m, name in self.weights])
+        buffers = [_held(m._buffers, m, name) for m, name in self.buffers]
+        wide = found[0].dtype if found else torch.float64
+        return found + [b.to(wide if b.dtype == torch.float64 else b.dtype, copy=True) for b in buffers]
 
     def sum(self, p: float, inputs: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """Σ_paths |v|^p of one sample as value · 2^exponent, None for 0; of the weights of now, or of these inputs."""
