@@ -2,18 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspace.optim import choice, shards
+from gspace.optim import shards
 from gspace.optim.choice import KEY, Chosen
 from gspace.optim.step import Plan, layers_of, plan
 
 Groups = Sequence[dict[str, Any]]
-_LOOKS, _TABLE = attrgetter("requires_grad", "device", "dtype"), methodcaller("get", KEY)
+_LOOKS = attrgetter("requires_grad", "device", "dtype")
+_NOTHING: dict[str, Any] = {}
 
 
 @dataclass(eq=False)
@@ -28,8 +29,8 @@ class Built:
         unit_group: Group of in(r) of each root r, `(H + 1,)`.
         last: R of the roots in the last step, bounded and not.
         dtype: Of unit vectors.
-        listed, sizes, looks, strides: All parameters, how many each group has, how they look and lie in memory.
-        owners, kept, tables: Those with a part of the skeleton in their state, the state, and that part.
+        tables: What the state of each parameter says of the skeleton.
+        seen: The parameters and their tables, by identity, and how they look.
     """
 
     chosen: Chosen
@@ -40,25 +41,23 @@ class Built:
     unit_group: Tensor
     last: tuple[Tensor, Tensor]
     dtype: torch.dtype
-    listed: list[Tensor]
-    sizes: list[int]
-    looks: list[Any]
-    strides: list[tuple[int, ...]]
-    owners: list[Tensor]
-    kept: list[dict[str, Any]]
-    tables: list[Tensor]
+    tables: list[Tensor | None]
+    seen: tuple[list[Any], ...]
 
     def holds(self, groups: Groups, state: Any) -> bool:
         """Whether it was built from just this."""
-        listed = [p for group in groups for p in group["params"]]
-        return (
-            [len(group["params"]) for group in groups] == self.sizes
-            and all(map(is_, listed, self.listed))
-            and list(map(_LOOKS, listed)) == self.looks
-            and list(map(Tensor.stride, listed)) == self.strides
-            and all(map(is_, map(state.get, self.owners), self.kept))
-            and all(map(is_, map(_TABLE, self.kept), self.tables))
-        )
+        return _seen(groups, _tables(groups, state)) == self.seen
+
+
+def _tables(groups: Groups, state: Any) -> list[Tensor | None]:
+    return [state.get(p, _NOTHING).get(KEY) for group in groups for p in group["params"]]
+
+
+def _seen(groups: Groups, tables: Sequence[Tensor | None]) -> tuple[list[Any], ...]:
+    """What is compared by identity, `Built` holds: nothing else can come in its place."""
+    listed = [p for group in groups for p in group["params"]]
+    sizes, strides = [len(group["params"]) for group in groups], list(map(Tensor.stride, listed))
+    return sizes, list(map(id, listed)), list(map(_LOOKS, listed)), strides, list(map(id, tables))
 
 
 def build(
@@ -78,8 +77,7 @@ def build(
     inside = {id(w) for w in weights}
     outside = [[p for p in group["params"] if id(p) not in inside] for group in groups]
     ratio, raw = torch.ones(2, chosen.skeleton.H + 1, dtype=dtype, device=planned.root.device).unbind()
-    listed = [p for group in groups for p in group["params"]]
-    owners = [p for p in listed if choice.kept(state, p) is not None]
+    tables = _tables(groups, state)
     return Built(
         chosen,
         planned,
@@ -89,11 +87,6 @@ def build(
         unit_group,
         (ratio, raw),
         dtype,
-        listed,
-        [len(group["params"]) for group in groups],
-        list(map(_LOOKS, listed)),
-        list(map(Tensor.stride, listed)),
-        owners,
-        [state[p] for p in owners],
-        [state[p][KEY] for p in owners],
+        tables,
+        _seen(groups, tables),
     )

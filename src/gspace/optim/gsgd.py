@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from gspace.optim.fast import Bound
 from gspace.optim.reference import Reference
 from gspace.optim.step import BatchNormRule, Number
 from gspace.sharding import local
+
+T = TypeVar("T")
 
 
 class GSGD(GSpaceOptimizer):
@@ -172,8 +174,11 @@ class GSGD(GSpaceOptimizer):
         if shown is not None and path_grads is not None:
             if self.max_path_grad_norm is not None:
                 self._clip(built, self.max_path_grad_norm, [local(g) for g in path_grads])
-            for w, g, v, path_grad in zip(built.weights, built.groups, shown, path_grads, strict=True):
-                plain_sgd(self.param_groups[g], self.state, [v], [path_grad], [w])
+            for g, group in enumerate(self.param_groups):
+                mine = [k for k, of in enumerate(built.groups) if of == g]
+                for places in alike(mine, self._sharded):
+                    values, slopes, owners = ([x[k] for k in places] for x in (shown, path_grads, built.weights))
+                    plain_sgd(group, self.state, values, slopes, owners)
 
     def _clip(self, built: Built, most: float, slopes: Sequence[Tensor]) -> None:
         counted = (g for layer, g in zip(built.plan.layers, slopes, strict=True) if layer.counts)
@@ -191,9 +196,9 @@ class GSGD(GSpaceOptimizer):
             plain_sgd(group, self.state, some, [p.grad for p in some if p.grad is not None])
 
 
-def alike(parameters: list[Tensor], sharded: bool) -> list[list[Tensor]]:
+def alike(some: list[T], sharded: bool) -> list[list[T]]:
     """Lists of parameters that torch moves in one call: no plain tensors beside sharded ones, nor two meshes."""
-    return [[p] for p in parameters] if sharded else [parameters] if parameters else []
+    return [[x] for x in some] if sharded else [some] if some else []
 
 
 def plain_sgd(

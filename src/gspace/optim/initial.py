@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, analyzed
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_finite
-from gspace.optim.skeleton import Side, connected, first_edges, pick
+from gspace.optim.skeleton import Side, by_edge, connected, first_edges, pick
 from gspace.sharding import cut, local, shared, weights_of
 
 
@@ -46,8 +46,7 @@ def _set_skeleton_(model: nn.Module, found: Analysis, sign: str, generator: torc
     for side in get_args(Side):
         chosen = first_edges(edges, live, side)
         index, _, _ = pick(edges, weights, live, chosen, side, None)
-        for k, e in enumerate(edges):
-            units = ((chosen == k) & (torch.arange(n) > 0)).nonzero()[:, 0]
+        for e, units in zip(edges, by_edge(chosen, len(edges)), strict=True):
             if len(units) and parameters[e.name].requires_grad:
                 marks.setdefault(e.name, torch.zeros(parameters[e.name].numel(), dtype=torch.bool))[index[units]] = True
     with torch.no_grad():
