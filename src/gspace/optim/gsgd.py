@@ -137,8 +137,11 @@ class GSGD(GSpaceOptimizer):
     # One step ---------------------------------------------------------------------------------------------------------
 
     def _wishes(self) -> Any:
-        asked = [(group["foreach"], group["fused"], group["dampening"] != 0) for group in self.param_groups]
-        return self.max_path_grad_norm, asked
+        asked = [(group["foreach"], group["fused"]) for group in self.param_groups]
+        return self.max_path_grad_norm, self._damped(), asked
+
+    def _damped(self) -> bool:
+        return any(group["momentum"] != 0 and group["dampening"] != 0 for group in self.param_groups)
 
     def _choose_way(self, built: Built) -> Bound | str:
         groups, fused = self.param_groups, any(group["fused"] for group in self.param_groups)
@@ -150,7 +153,7 @@ class GSGD(GSpaceOptimizer):
 
     def _whole(self, built: Built) -> list[tuple[Tensor, int]] | None:
         """One pass moves all parameters, if they lie alike in memory, by SGD without clipping and dampening."""
-        if self.max_path_grad_norm is not None or any(group["dampening"] != 0 for group in self.param_groups):
+        if self.max_path_grad_norm is not None or self._damped():
             return None
         others = [(p, g) for g, some in enumerate(built.outside) for p in some]
         alike = all(fast.fits(p, built.weights[0]) for p, _ in others) if built.weights else False
