@@ -18,7 +18,7 @@ from gspace import sharding
 from gspace.analysis.assemble import assemble
 from gspace.analysis.forward import Inputs, TraceError, untouched, unwrap
 from gspace.analysis.identity import modules_of, other_module
-from gspace.analysis.repeat import Task, followed
+from gspace.analysis.repeat import followed
 from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, magnitude
 from gspace.devices import on_cpu
 
@@ -71,10 +71,9 @@ def analyze(
     refuse(inner)
     names = _known(pin, inner)
     modules = {name: m for name, m in inner.named_modules(remove_duplicate=False) if name in names}
-    left = frozenset(name for name, _ in inner.named_parameters() if name in names)
-    task = Task(inner, residual, frozenset(modules.values()), left, tuple(MODES[m] for m in listed))
     with untouched(inner):
-        found = on_cpu(assemble)(followed(task, example_input), model, residual)
+        follow = followed(inner, example_input, residual, set(modules.values()), names, [MODES[m] for m in listed])
+        found = on_cpu(assemble)(follow, model, residual)
     inside = tuple(f"{name}." for name in modules)
     unseen = {name: n for name, n in found.unseen.items() if not _bare(name).startswith(inside)}
     return replace(found, unseen=unseen, modules=modules_of(inner))

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,13 +21,10 @@ LAYERS = 3  # that a guess is made from: a parameter of the model itself may com
 
 def batches(example_input: Any) -> list[Inputs]:
     """One batch or several: a list whose entries are batches (tuples, dicts or tensors) holds several."""
-    if isinstance(example_input, list) and example_input and all(_is_batch(x) for x in example_input):
-        return list(example_input)
-    return [example_input]
-
-
-def _is_batch(x: Any) -> bool:
-    return isinstance(x, (Tensor, tuple, Mapping))
+    several = isinstance(example_input, list) and example_input
+    return (
+        example_input if several and all(isinstance(x, (Tensor, tuple, Mapping)) for x in several) else [example_input]
+    )
 
 
 def few_rows(example: Inputs, rows: int = ROWS) -> Inputs | None:
@@ -83,26 +80,17 @@ def guesses(model: nn.Module) -> Iterator[Inputs]:
     offered = getattr(model, "dummy_inputs", None)
     if isinstance(offered, Mapping) and offered:
         yield tree_map_only(Tensor, fitted, dict(offered))
-    for shape, below in _shapes(model):
-        draws = [
-            torch.randint(below, shape, **drawn) if below else torch.randn(shape, **drawn) for _ in range(max(count, 1))
-        ]
-        yield tuple(map(fitted, draws))
-
-
-def _shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Sizes of an input, by the first layers that have parameters; and below which number its integers lie, or 0."""
     config = getattr(model, "pretrained_cfg", None)
-    if isinstance(config, Mapping) and "input_size" in config:
-        yield (ROWS, *config["input_size"]), 0
-    layers = (m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
-    found: dict[tuple[tuple[int, ...], int], None] = {}
-    for layer in islice(layers, LAYERS):
-        found.update(dict.fromkeys(_layer_shapes(layer)))
-    yield from found or [((ROWS, 1), 0), ((ROWS, TOKENS[-1], 1), 0)]
+    layers = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+    shapes = [((ROWS, *config["input_size"]), 0)] if isinstance(config, Mapping) and "input_size" in config else []
+    shapes += [shape for layer in layers[:LAYERS] for shape in _shapes(layer)]
+    for shape, below in dict.fromkeys(shapes or [((ROWS, 1), 0), ((ROWS, TOKENS[-1], 1), 0)]):
+        draw = partial(torch.randint, below) if below else torch.randn
+        yield tuple(fitted(draw(shape, **drawn)) for _ in range(max(count, 1)))
 
 
-def _layer_shapes(layer: Any) -> Iterator[tuple[tuple[int, ...], int]]:
+def _shapes(layer: Any) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Sizes of an input of a layer; and below which number its integers lie, or 0."""
     if isinstance(layer, nn.Embedding):
         yield from (((ROWS, n), layer.num_embeddings) for n in TOKENS)
         return

@@ -5,19 +5,23 @@ outputs have. An operation without a rule sets what it reads to ground, with its
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
+from gspace.analysis.forward import tensors_in
 from gspace.analysis.memory import Memory, Raw, key_of
 from gspace.analysis.result import Pin
 from gspace.analysis.run import Run
 from gspace.analysis.weights import LARGEST, ZERO, Leaf, Weights
 
 Nodes = Tensor | Raw | None
+KERNELS = "flash_attention_for_cpu flash_attention efficient_attention cudnn_attention fused_attention_overrideable"
+ATTENTION = [f"_scaled_dot_product_{name}" for name in KERNELS.split()]
 
 
 class Norm(NamedTuple):
@@ -32,6 +36,7 @@ class Follow(Run):
     """The equations of a model's run, and what else the analysis needs of it.
 
     Attributes:
+        pinned: Modules whose outputs are set to ground.
         absorbed: Nodes that an ε other than a BatchNorm's keeps from being exact symmetries.
         untrained: Nodes that embeddings write whose row of padding is never trained.
         norms: BatchNorms, in the order of the run.
@@ -44,11 +49,11 @@ class Follow(Run):
 
     creates = frozenset("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill".split())
 
-    def __init__(self, rules: Mapping[str, Any], residual: str) -> None:
+    def __init__(self, rules: Mapping[str, Any], residual: str, pinned: Container[nn.Module]) -> None:
         self.equations = Equations()
         self.weights = Weights(self.equations, self.note)
         super().__init__(rules, Memory(_blank, self.weights.nodes))
-        self.residual = residual
+        self.residual, self.pinned = residual, pinned
         self.pins: list[Pin] = []
         self.absorbed: list[Tensor] = []
         self.untrained: list[Tensor] = []
@@ -113,9 +118,6 @@ class Follow(Run):
 
     # Equations --------------------------------------------------------------------------------------------------------
 
-    def where(self) -> str:
-        return self.modules[-1][0] if self.modules else "the model"
-
     def pin(self, content: Tensor | Raw, reason: str, operation: str = "") -> None:
         """Sets nodes to ground."""
         new = self.weights.ground(content) if isinstance(content, Raw) else self.equations.ground(squash(content)[0])
@@ -123,7 +125,8 @@ class Follow(Run):
             self.note(new, reason, operation)
 
     def note(self, count: int, reason: str, operation: str = "") -> None:
-        self.pins.append(Pin(operation or self.operation, self.where(), count, reason))
+        where = self.modules[-1][0] if self.modules else "the model"
+        self.pins.append(Pin(operation or self.operation, where, count, reason))
 
     def absorb(self, nodes: Tensor) -> None:
         """An ε is in the way: a symmetry only as it goes to 0."""
@@ -202,6 +205,12 @@ class Follow(Run):
     def branched(self, chance: bool) -> None:
         self.branches += chance
 
+    def left(self, module: nn.Module, output: Any) -> None:
+        if module in self.pinned:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                for t in tensors_in(output):
+                    self.pin(self.ids(t), "pinned on request", "pin")
+
     def _pass(self, kind: str, tensors: Sequence[Any], nodes: Nodes) -> None:
         """Remembers what scales go through; a product counts where both factors are activations."""
         if isinstance(nodes, Tensor) and (kind == "relu" or sum(map(self.depends_on_data, tensors)) > 1):
@@ -219,8 +228,8 @@ class Follow(Run):
 
 PASSES = {
     **dict.fromkeys("relu leaky_relu rrelu_with_noise _prelu_kernel prelu clamp_min threshold".split(), "relu"),
+    **dict.fromkeys(("bmm", *ATTENTION), "attention"),
     "mul": "gate",
-    **dict.fromkeys("bmm scaled_dot_product_attention".split(), "attention"),
 }
 
 

@@ -27,15 +27,12 @@ class PathError(ValueError):
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module behind `torch.compile`, `DataParallel`, `DistributedDataParallel` and `AveragedModel`."""
-    wrappers = {
-        "OptimizedModule": "_orig_mod",
-        "DataParallel": "module",
-        "DistributedDataParallel": "module",
-        "AveragedModel": "module",
-    }
-    while type(model).__name__ in wrappers and type(model).__module__.startswith("torch."):
-        model = getattr(model, wrappers[type(model).__name__])
+    while type(model).__name__ in WRAPPERS and type(model).__module__.startswith("torch."):
+        model = getattr(model, "_orig_mod" if type(model).__name__ == "OptimizedModule" else "module")
     return model
+
+
+WRAPPERS = frozenset("OptimizedModule DataParallel DistributedDataParallel AveragedModel".split())
 
 
 def arguments(example_input: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -65,8 +62,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Attributes, buffers, gradients, flags, generators and torch's fast paths are afterwards what they were before."""
     with ONE_AT_A_TIME, ExitStack() as later:
-        ways = [_way_back(value) for value in _held([vars(m) for m in model.modules()])]
-        later.callback(lambda: [function(*args) for function, *args in ways])
+        for value in _held([vars(m) for m in model.modules()]):
+            later.callback(*_way_back(value))
         for m in model.modules():
             if vars(m).get("_compiled_call_impl") is not None:
                 vars(m)["_compiled_call_impl"] = None  # compiled models run as they are written
@@ -74,7 +71,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             later.callback(_restore_parameter, p, p.data, p.grad, p.requires_grad)
             p.grad = None
         for b in model.buffers():
-            if not b.is_meta:
+            if not b.is_meta and b.layout is torch.strided:
                 later.callback(_restore, b, b.detach().clone())
         later.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
@@ -93,18 +90,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
         yield
 
 
-CONTAINERS = (dict, list, set, deque)
-
-
 def _held(values: Iterable[Any]) -> list[Any]:
     """Containers, however deep, and generators in them."""
     found: dict[int, Any] = {}
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if id(value) in found:
-            continue
-        if isinstance(value, (*CONTAINERS, tuple)):
+        if id(value) not in found and isinstance(value, (dict, list, set, deque, tuple)):
             waiting += value.values() if isinstance(value, dict) else value
         elif not isinstance(value, random.Random) and not any(hasattr(value, name) for name in GENERATORS):
             continue
@@ -133,9 +125,7 @@ def _restore_dict(now: dict[Any, Any], before: dict[Any, Any]) -> None:
     """Key by key: another thread may read it."""
     for key in now.keys() - before.keys():
         del now[key]
-    for key, value in before.items():
-        if key not in now or now[key] is not value:
-            now[key] = value
+    now.update(before)
     if list(now) != list(before):
         now.clear()
         now.update(before)
@@ -156,28 +146,17 @@ def _restore_parameter(p: nn.Parameter, data: Tensor, grad: Tensor | None, requi
 
 
 def _restore(buffer: Tensor, before: Tensor) -> None:
-    same = buffer.shape == before.shape and all(map(torch.equal, _bytes(buffer), _bytes(before)))
-    if not same:
+    """Where bytes differ: a write would count as a change, and NaN equals itself."""
+    now, then = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (buffer, before))
+    if buffer.shape != before.shape or not torch.equal(now, then):
         with torch.inference_mode(buffer.is_inference()), torch.no_grad():
             buffer.copy_(before)
-
-
-def _bytes(t: Tensor) -> list[Tensor]:
-    """What a tensor holds, whatever its type; NaN equals itself."""
-    parts = {torch.strided: lambda: [t], torch.sparse_coo: lambda: [t._indices(), t._values()]}
-    listed = parts.get(t.layout, lambda: [t.values()])()
-    return [part.detach().contiguous().reshape(-1).view(torch.uint8) for part in listed]
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
     """Flags alone: `train()` may be overridden to do work."""
     for m in model.modules():
         m.training = training
-
-
-def kept(model: nn.Module, before: set[int]) -> list[Tensor]:
-    """Activations that a run has left in attributes, for others to read: as good as an output."""
-    return [t for t in attributes(model) if id(t) not in before]
 
 
 def attributes(model: nn.Module) -> list[Tensor]:

@@ -84,7 +84,7 @@ def attention(s: Follow, c: Call) -> list[Nodes]:
     if isinstance(mask, Tensor):
         s.pin(s.ids(mask), "inside of a softmax")
     products = s.equations.sum(1, s.reduce(q, -2), 1, s.reduce(k, -2))
-    s.pin(products, "queries and keys meet in a softmax: one scale for both")
+    s.pin(products, "queries and keys meet in a softmax: one scale for both", "scaled_dot_product_attention")
     return [s.reduce(v, -2)] + [None] * 8
 
 

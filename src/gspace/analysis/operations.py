@@ -10,6 +10,7 @@ from typing import Any
 
 from gspace.analysis import layers, rules
 from gspace.analysis import pathrules as paths
+from gspace.analysis.follow import ATTENTION
 from gspace.analysis.pathrules import NOT_HOMOGENEOUS, UNKNOWN
 from gspace.analysis.sums import READ
 
@@ -76,13 +77,7 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str | None], ...] = (
     ),
     ("_grouped_mm", layers.grouped_product, UNKNOWN),
     ("_trilinear", layers.trilinear, UNKNOWN),
-    (
-        "scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-        "_scaled_dot_product_fused_attention_overrideable",
-        layers.attention,
-        NOT_HOMOGENEOUS,
-    ),
+    (" ".join(ATTENTION), layers.attention, NOT_HOMOGENEOUS),
     # norms
     ("native_layer_norm _fused_rms_norm rms_norm", layers.layer_norm, NOT_HOMOGENEOUS),
     ("native_group_norm", layers.group_norm, NOT_HOMOGENEOUS),

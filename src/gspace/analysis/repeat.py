@@ -1,7 +1,7 @@
 """Runs a model under `Follow`: once per batch and mode, and as often as chance or unused weights ask for."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from gspace.analysis.assemble import unread
 from gspace.analysis.examples import attempted, redrawn
 from gspace.analysis.follow import Follow
-from gspace.analysis.forward import Inputs, TraceError, arguments, attributes, kept, set_mode, tensors_in
+from gspace.analysis.forward import Inputs, TraceError, arguments, attributes, set_mode, tensors_in
 from gspace.analysis.memory import geometry, key_of
 from gspace.analysis.operations import RULES
 from gspace.analysis.result import Pin, Residual
@@ -21,116 +21,97 @@ from gspace.devices import on_cpu
 QUIET, MOST = 5, 24  # where chance decides a branch: runs in a row that must say nothing new, and runs at most
 
 
-class Task(NamedTuple):
-    """What is to be followed.
+def followed(
+    model: nn.Module,
+    example_input: Any,
+    residual: Residual,
+    modules: Container[nn.Module],
+    parameters: Container[str],
+    modes: Sequence[bool],
+) -> Follow:
+    """Runs the model on every batch, whole: what it does may depend on the number of rows. Guesses until one fits.
 
-    Attributes:
-        model: The module.
-        residual: "tie" or "pin".
-        modules: Modules whose outputs are set to ground.
-        parameters: Names of parameters that must stay as they are.
-        modes: Values of `training` to run it with.
+    Outputs of `modules` are set to ground, `parameters` must stay as they are, `modes` are values of `training`.
     """
 
-    model: nn.Module
-    residual: Residual
-    modules: frozenset[nn.Module]
-    parameters: frozenset[str]
-    modes: tuple[bool, ...]
-
-
-def followed(task: Task, example_input: Any) -> Follow:
-    """Runs the model on every batch, whole: what it does may depend on the number of rows. Guesses until one fits."""
-    return attempted(lambda examples: _run(task, examples), task.model, example_input)
-
-
-def _run(task: Task, examples: Sequence[Inputs]) -> Follow:
-    follow = Follow(RULES, task.residual)
-    on_cpu(_enter)(follow, task)
-    for example in examples:
-        for training in task.modes:
-            set_mode(task.model, training)
-            _repeat(follow, task, example)
-    generator = torch.Generator("cpu").manual_seed(0)
-    for _ in range(3):  # experts that no token went to
-        if not unread(follow, task.model):
-            break
-        for training in task.modes:
-            set_mode(task.model, training)
+    def run(examples: Sequence[Inputs]) -> Follow:
+        follow = Follow(RULES, residual, modules)
+        on_cpu(_enter)(follow, model, parameters)
+        for example in examples:
+            _in_modes(follow, model, example, modes)
+        generator = torch.Generator("cpu").manual_seed(0)
+        for _ in range(3):  # experts that no token went to
+            if not unread(follow, model):
+                break
             try:
-                _repeat(follow, task, redrawn(examples[0], generator))
+                _in_modes(follow, model, redrawn(examples[0], generator), modes)
             except TraceError:  # other values the model does not take
-                return follow
-    return follow
+                break
+        return follow
+
+    return attempted(run, model, example_input)
 
 
-def _enter(follow: Follow, task: Task) -> None:
+def _enter(follow: Follow, model: nn.Module, left: Container[str]) -> None:
     """Every parameter; those that share memory, are complex or are to be left alone stay ground."""
-    ranges = []
-    for name, t in [*task.model.named_parameters(), *task.model.named_buffers()]:
+    spans: dict[int, list[tuple[str, int, int]]] = {}
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
         if t.layout == torch.strided and t.numel():
-            first = int(t.storage_offset())
-            last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-            ranges.append((key_of(t), first * t.element_size(), (first + last + 1) * t.element_size(), name, t))
-    ranges.sort(key=lambda r: r[:3])
-    for k, (key, begin, end, name, t) in enumerate(ranges):
-        if isinstance(t, nn.Parameter):
-            follow.parameters[key] = name
-        if not isinstance(t, nn.Parameter) or not (t.is_floating_point() or t.is_complex()):
+            spans.setdefault(key_of(t), []).append((name, *_span(t)))
+    for name, p in model.named_parameters():
+        if not p.numel():
             continue
-        near = ranges[max(0, k - 8) : k + 9]
-        others = [r[3] for r in near if r[0] == key and r[3] != name and begin < r[2] and r[1] < end]
+        follow.parameters[key_of(p)] = name
+        if not p.is_floating_point() and not p.is_complex():
+            continue
+        begin, end = _span(p)
+        others = [other for other, b, e in spans[key_of(p)] if other != name and begin < e and b < end]
         reason = (
             ("alias", f"{name}: shares its memory with {', '.join(others)}") if others
-            else ("alias", f"{name}: its entries may share memory") if overlap(geometry(t))
-            else ("complex", f"{name}: its values are complex") if t.is_complex()
-            else ("pin", f"{name}: pinned on request") if name in task.parameters
+            else ("alias", f"{name}: its entries may share memory") if overlap(geometry(p))
+            else ("complex", f"{name}: its values are complex") if p.is_complex()
+            else ("pin", f"{name}: pinned on request") if name in left
             else None
         )  # fmt: skip
         if reason is None:
-            follow.enter(t)
+            follow.enter(p)
         else:
-            follow.pins.append(Pin(reason[0], name, _channels(t), reason[1]))
+            follow.pins.append(Pin(reason[0], name, min([n for n in p.shape if n > 1][:2], default=1), reason[1]))
 
 
-def _channels(t: Tensor) -> int:
-    return min([n for n in t.shape if n > 1][:2], default=1)
+def _span(t: Tensor) -> tuple[int, int]:
+    """Its first byte, and the one behind its last."""
+    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    first = int(t.storage_offset())
+    return first * t.element_size(), (first + last + 1) * t.element_size()
 
 
-def _repeat(follow: Follow, task: Task, example: Inputs) -> None:
-    """One run; where chance decides a branch, runs until several in a row say nothing new."""
-    quiet, free = 0, -1
-    for _ in range(MOST):
-        tossed = follow.branches
-        _once(follow, task, example)
-        if follow.branches == tossed:
-            return
-        before, free = free, follow.weights.free()
-        quiet = quiet + 1 if free == before else 0
-        if quiet == QUIET:
-            return
+def _in_modes(follow: Follow, model: nn.Module, example: Inputs, modes: Sequence[bool]) -> None:
+    """One run in each mode; where chance decides a branch, runs until several in a row say nothing new."""
+    for training in modes:
+        set_mode(model, training)
+        quiet, free = 0, -1
+        for _ in range(MOST):
+            tossed = follow.branches
+            _once(follow, model, example)
+            before, free = free, follow.weights.free() if follow.branches > tossed else -1
+            quiet = quiet + 1 if free == before else 0
+            if follow.branches == tossed or quiet == QUIET:
+                break
 
 
-def _once(follow: Follow, task: Task, example: Inputs) -> None:
-    model = task.model
+def _once(follow: Follow, model: nn.Module, example: Inputs) -> None:
     follow.position = 0
     follow.given([t for t in tree_leaves(arguments(example)) if isinstance(t, Tensor)])
     before = {id(t) for t in attributes(model)}
-
-    def after(module: nn.Module, output: Any) -> None:
-        for t in tensors_in(output) if module in task.modules else ():
-            if t in follow.memory:
-                follow.pin(follow.ids(t), "pinned on request", "pin")
-
-    out = called(follow, model, example, after)
+    out = called(follow, model, example)
     for name, p in model.named_parameters():
         if key_of(p) not in follow.parameters and p.numel():
             raise written(name)
     with torch._C.DisableTorchFunction():
         for t in tensors_in(out):
-            if t in follow.memory:
-                follow.pin(follow.ids(t), "an output of the model", "output")
-        statistics = set(follow.statistics)
-        for t in [*kept(model, before), *model.buffers()]:
-            if t in follow.memory and follow.depends_on_data(t) and key_of(t) not in statistics:
+            follow.pin(follow.ids(t), "an output of the model", "output")
+        left = [t for t in attributes(model) if id(t) not in before]  # for others to read: as good as an output
+        for t in [*left, *model.buffers()]:
+            if follow.depends_on_data(t) and key_of(t) not in follow.statistics:
                 follow.pin(follow.ids(t), "kept in an attribute of the model", "attribute")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -116,7 +116,13 @@ class Pin:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.count} channels at {self.where} ({self.operation}): {self.reason}"
+        return self.told(str(self.count))
+
+    def told(self, count: str) -> str:
+        return f"{count} channels at {self.where} ({self.operation}): {self.reason}"
+
+
+T = TypeVar("T", UnitGroup, Pin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +214,7 @@ class Analysis:
                 f"{self.H_paper:,} units in the paper's view: BatchNorm is ignored, and all coefficients are one"
             )
         if self.pinned:
-            lines += ["", "pinned:"] + [f"  {pin}" for pin in _folded_pins(self.pinned)]
+            lines += ["", "pinned:"] + [f"  {pin.told(_times(pin.count, n))}" for pin, n in folded(self.pinned)]
         if self.unseen:
             lines += ["", "not used by the example, so nothing is known of:"]
             lines += [f"  {n:,} weights of {name}" for name, n in self.unseen.items()]
@@ -218,8 +224,8 @@ class Analysis:
 FEW = 4  # groups alike that are still listed one by one
 
 
-def folded(groups: Sequence[UnitGroup]) -> list[tuple[UnitGroup, int]]:
-    """Groups that repeat from layer to layer as one, numbers in their names as *, and how often they occur.
+def folded(items: Sequence[T]) -> list[tuple[T, int]]:
+    """Groups or pins that repeat from layer to layer as one, numbers in their names as *, and how often they occur.
 
     A few whose modules have numbers for names, as in `nn.Sequential`, stay apart: a * alone says nothing.
 
@@ -227,27 +233,17 @@ def folded(groups: Sequence[UnitGroup]) -> list[tuple[UnitGroup, int]]:
     >>> folded([a, b])
     [(UnitGroup(count=4, written=('layers.*.up',), read=('layers.*.down',), kind='exact'), 2)]
     """
-    found: dict[UnitGroup, list[UnitGroup]] = {}
-    for g in groups:
-        alike = UnitGroup(g.count, starred(g.written), starred(g.read), g.kind)
-        found.setdefault(alike, []).append(g)
-    rows: list[tuple[UnitGroup, int]] = []
+    found: dict[T, list[T]] = {}
+    for item in items:
+        texts: dict[str, Any] = {k: starred(v) if isinstance(v, tuple) else v for k, v in vars(item).items()}
+        texts |= {k: starred((v,))[0] for k, v in texts.items() if isinstance(v, str)}
+        found.setdefault(replace(item, **texts), []).append(item)
+    rows: list[tuple[T, int]] = []
     for alike, same in found.items():
-        words = any(map(str.isalpha, "".join(name.rpartition(".")[0] for name in alike.written)))
-        together = len(same) > (1 if words else FEW)
-        rows += [(alike, len(same))] if together else [(g, 1) for g in same]
+        modules = [alike.where] if isinstance(alike, Pin) else [name.rpartition(".")[0] for name in alike.written]
+        together = len(same) > (1 if any(map(str.isalpha, "".join(modules))) else FEW)
+        rows += [(alike, len(same))] if together else [(item, 1) for item in same]
     return rows
-
-
-def _folded_pins(pins: Sequence[Pin]) -> list[str]:
-    found: dict[tuple[str, str, int, str], list[Pin]] = {}
-    for pin in pins:
-        (where, reason) = (starred((text,))[0] for text in (pin.where, pin.reason))
-        found.setdefault((pin.operation, where, pin.count, reason), []).append(pin)
-    return [
-        str(same[0]) if len(same) == 1 else f"{_times(count, len(same))} channels at {where} ({operation}): {reason}"
-        for (operation, where, count, reason), same in found.items()
-    ]
 
 
 def starred(names: Sequence[str]) -> tuple[str, ...]:

@@ -6,8 +6,7 @@ Views, and writes through them, need no rule. What depends on the inputs, and on
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -92,6 +91,9 @@ class Run(TorchDispatchMode):
     def branched(self, chance: bool) -> None:
         """A value that depends on data, or on chance, is read by Python."""
 
+    def left(self, module: nn.Module, output: Any) -> None:
+        """A module returns."""
+
     # Data and chance --------------------------------------------------------------------------------------------------
 
     def given(self, inputs: Sequence[Tensor]) -> None:
@@ -147,20 +149,7 @@ class Run(TorchDispatchMode):
         self._taint(torch.Tag.nondeterministic_seeded in func.tags, name, tensors, outs)
         return out
 
-    def whole(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Takes a function for one operation, whatever it is made of."""
-        self.operation = name
-        given = {**dict(zip(ARGUMENTS[name], args, strict=False)), **kwargs}
-        tensors = [t for t in given.values() if isinstance(t, Tensor)]
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            result = self.applied(self.rules[name], Call(name, func, given))
-            out = func(*args, **kwargs)
-            self.settle(name, tensors, [out], result)
-        self._taint(False, name, tensors, [out])
-        return out
 
-
-ARGUMENTS = {"scaled_dot_product_attention": "query key value attn_mask dropout_p is_causal scale enable_gqa".split()}
 MADE = frozenset("ones_like zeros_like full_like empty_like new_ones new_zeros new_full new_empty".split())
 VIEWS = frozenset(
     "detach alias lift lift_fresh _unsafe_view _reshape_alias transpose t squeeze unsqueeze as_strided "
@@ -168,61 +157,48 @@ VIEWS = frozenset(
 )
 
 
-class Calls(TorchFunctionMode):
-    """What a dispatch mode does not see as such: values that leave torch, and attention before it is fused or not."""
-
-    ESCAPES = frozenset("numpy tolist __array__ __dlpack__ data_ptr".split())
+class Escapes(TorchFunctionMode):
+    """Values that leave torch, which a dispatch mode does not see."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in self.ESCAPES and args and isinstance(args[0], Tensor) and args[0] in self.run.memory:
+        name = getattr(func, "__name__", "")
+        if name in ESCAPES and args and isinstance(args[0], Tensor) and args[0] in self.run.memory:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 self.run.escaped(args[0].detach(), name)
-        if name in ARGUMENTS:
-            return self.run.whole(name, func, args, kwargs)
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
-def called(run: Run, model: nn.Module, example: Inputs, after: Callable[[nn.Module, Any], None] | None = None) -> Any:
-    """The output of the model, followed by `run`; `after` sees the modules and their outputs."""
+ESCAPES = frozenset("numpy tolist __array__ __dlpack__ data_ptr".split())
+
+
+def called(run: Run, model: nn.Module, example: Inputs) -> Any:
+    """The output of the model, followed by `run`, which knows in which module it is."""
     args, kwargs = arguments(example)
+    names = {m: name or "the model" for name, m in model.named_modules()}
+    here = threading.get_ident()  # torch calls these hooks in every thread
+
+    def before(module: nn.Module, args: Any) -> None:
+        if module in names and threading.get_ident() == here:
+            run.modules.append((names[module], type(module).__name__))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if module in names and run.modules and threading.get_ident() == here:
+            run.left(module, output)
+            run.modules.pop()
+
+    run.modules.clear()
+    hooks = register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)
     try:
-        with _named(run, model, after), Calls(run), run:
+        with hooks[0], hooks[1], Escapes(run), run:
             return model(*args, **kwargs)
     except (TraceError, PathError):
         raise
     except Exception as error:
         raise TraceError(f"the model does not accept this example_input: {first_line(error)}") from error
-
-
-@contextmanager
-def _named(run: Run, model: nn.Module, seen: Callable[[nn.Module, Any], None] | None) -> Iterator[None]:
-    """While it lasts, `run` knows in which module it is."""
-    names = {m: name for name, m in model.named_modules()}
-    here = threading.get_ident()  # torch calls these hooks in every thread
-
-    def before(module: nn.Module, args: Any) -> None:
-        if module in names and threading.get_ident() == here:
-            run.modules.append((names[module] or "the model", type(module).__name__))
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if module in names and run.modules and threading.get_ident() == here:
-            if seen is not None:
-                with _disable_current_modes(), torch._C.DisableTorchFunction():
-                    seen(module, output)
-            run.modules.pop()
-
-    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        run.modules.clear()
 
 
 def written(name: str) -> TraceError:
