@@ -1,10 +1,9 @@
 """From the equations of a run to an `Analysis`: free nodes become units, everything else a linear form of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +53,6 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
     buffers = {key_of(b): name for name, b in model.named_buffers()}
     m = sum(p.numel() for p in names.values() if p.requires_grad)
     frozen = units.inside(t for e in edges if not names[e.name].requires_grad for t in (e.head, e.tail))
-    groups = members(edges, H, total, units.forms)
     return Analysis(
         H=H,
         H_absorbed=units.absorbed,
@@ -68,7 +66,7 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
             for key, (nodes, power) in follow.statistics.items()
             if key in buffers
         ),
-        units=tuple(replace(group, count=len(listed)) for group, listed in groups.items()),
+        units=tuple(members(edges, H, total, units.forms)),
         pinned=_pinned(follow.pins),
         residual=residual,
         forms=units.forms,
@@ -85,7 +83,7 @@ def unread(follow: Follow, model: nn.Module) -> list[str]:
 
 def _transparent(follow: Follow) -> Equations:
     """The view of the paper: BatchNorm is not there, and a weight that is used twice has one head and one tail."""
-    equations = deepcopy(follow.equations)
+    equations = follow.equations.copy()
     for norm in follow.norms.values():
         equations.tie(norm.absorbed, norm.written)
     shifted = [leaf.head.content for leaf in follow.positions if leaf.shift]
@@ -175,23 +173,32 @@ def _compact(edges: Sequence[Edges]) -> tuple[tuple[Edges, ...], int]:
     return tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges), len(units) - 1
 
 
-def members(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> dict[UnitGroup, list[int]]:
-    """Units 1…total by who writes and who reads them: parameters that grow, and that shrink with them."""
-    names: list[tuple[list[str], list[str]]] = [([], []) for _ in range(total + 1)]
-    for e in edges:
-        sides: list[set[int]] = [set(), set()]
-        for sign, side in ((1, e.head), (-1, e.tail)):
-            for node in side.unique().tolist():
-                for u, c in forms.get(node, ((node, 1),)):
-                    sides[c * sign < 0].add(u)
-        for column, units in enumerate(sides):
-            for u in units:
-                names[u][column].append(e.name)
-    found: dict[UnitGroup, list[int]] = {}
-    for u, (written, read) in list(enumerate(names))[1:]:
-        group = UnitGroup(0, tuple(written), tuple(read), "absorbed" if u > H else "exact")
-        found.setdefault(group, []).append(u)
-    return found
+def members(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> dict[UnitGroup, Tensor]:
+    """Units 1…total by who writes and who reads them. Each parameter adds a random signature to its units."""
+    generator = torch.Generator().manual_seed(0)
+    signature = (torch.arange(total + 1) > H).long()
+    sides = [(e.name, column, ids) for e in edges for column, ids in enumerate(_sides(e, total, forms))]
+    for _, _, ids in sides:
+        signature[ids] += torch.randint(1 << 60, (1,), generator=generator)
+    member = signature[1:].unique(return_inverse=True)[1]
+    parts = (member.argsort(stable=True) + 1).split(member.bincount().tolist())
+    groups = {int(units[0]): units for units in sorted(parts, key=lambda units: int(units[0]))}
+    names: dict[int, tuple[list[str], list[str]]] = {u: ([], []) for u in groups}
+    first = torch.zeros(total + 1, dtype=torch.bool).index_fill(0, torch.tensor([*groups], dtype=torch.long), True)
+    for name, column, ids in sides:
+        for u in ids[first[ids]].tolist():
+            names[u][column].append(name)
+    kinds: dict[bool, Literal["exact", "absorbed"]] = {False: "exact", True: "absorbed"}
+    return {UnitGroup(len(g), tuple(names[u][0]), tuple(names[u][1]), kinds[u > H]): g for u, g in groups.items()}
+
+
+def _sides(e: Edges, total: int, forms: Mapping[int, Form]) -> Iterator[Tensor]:
+    """Units that a parameter grows with, and units that it shrinks with."""
+    head, tail = e.head.unique(), e.tail.unique()
+    for side, other in ((head, tail), (tail, head)):
+        behind = [u for node in side[side > total].tolist() for u, c in forms[node] if c > 0]
+        behind += [u for node in other[other > total].tolist() for u, c in forms[node] if c < 0]
+        yield torch.cat([side[(side > 0) & (side <= total)], torch.tensor(behind, dtype=torch.long)]).unique()
 
 
 def _pinned(pins: Sequence[Pin]) -> tuple[Pin, ...]:

@@ -8,6 +8,7 @@ ones; there are few of those, and their arithmetic is that of Fractions.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from fractions import Fraction
 
 import torch
@@ -33,6 +34,12 @@ class Equations:
         self.linked = torch.zeros_like(self.parent, dtype=torch.bool)
         self.forms: dict[int, Form] = {}
         self._derived: dict[frozenset[tuple[int, Number]], int] = {}
+
+    def copy(self) -> "Equations":
+        other = copy(self)
+        other.parent, other.linked = self.parent.clone(), self.linked.clone()
+        other.forms, other._derived = dict(self.forms), dict(self._derived)
+        return other
 
     def fresh(self, *shape: int) -> Tensor:
         """New nodes."""

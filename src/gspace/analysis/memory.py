@@ -7,6 +7,7 @@ copy of one, is `Raw`: a place in the parameter, for which no node is made befor
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -172,6 +173,7 @@ class Memory:
             del self.shadows[key]
 
 
+@lru_cache(1 << 14)
 def locate(place: Place, there: Place) -> tuple[list[list[Part]], list[int]] | None:
     """A view in terms of the dimensions of another one: for each dimension of the view a walk, and where it starts.
 
