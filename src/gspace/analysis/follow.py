@@ -175,21 +175,24 @@ class Follow(Run):
             nodes = self.equations.find(one)
         return nodes if keep else nodes.reshape([n for d, n in enumerate(nodes.shape) if d not in listed])
 
-    def contract(self, a: Tensor | Raw, b: Tensor | Raw) -> Tensor:
-        """(n, i, k) · (n, k, j) → (n, i, j): x_a + x_b is the same for all k, and the scale of the result."""
-        (n, i, _), j = _sizes(a), _sizes(b)[2]
-        if isinstance(b, Raw) and isinstance(a, Tensor):
-            tail = self.reduce(a, [1] if b.strides[0] or n == 1 else [0, 1])
-            return self.weights.edges(b, tail.transpose(1, 2), (len(tail), 1, j)).expand(n, i, j)
-        if isinstance(a, Raw) and isinstance(b, Tensor):
-            tail = self.reduce(b, [2] if a.strides[0] or n == 1 else [0, 2])
-            return self.weights.edges(a, tail.transpose(1, 2), (len(tail), i, 1)).expand(n, i, j)
-        left, right = (self.weights.nodes(x) if isinstance(x, Raw) else x for x in (a, b))
-        left, right = squash(self.equations.find(left))[0][..., None], squash(self.equations.find(right))[0][:, None]
+    def contract(self, a: Tensor | Raw, b: Tensor | Raw, dims: Sequence[int] = (), groups: int = 1) -> Tensor:
+        """x_a + x_b of factors that broadcast. They are summed over `dims`, of size 1 in the result: one scale there.
+
+        A parameter is edges from the other factor to the result, which has one scale along what it is repeated over.
+        """
+        for nodes, raw in ((a, b), (b, a)):
+            if isinstance(raw, Raw) and isinstance(nodes, Tensor):
+                repeated = [d for d, step in enumerate(raw.strides) if step == 0 or raw.sizes[d] == 1]
+                shape = [1 if d in (*dims, *repeated) else n for d, n in enumerate(raw.sizes)]
+                return self.weights.edges(
+                    raw, self.reduce(nodes, repeated) if repeated else nodes, shape, groups=groups
+                )
+        left, right = (squash(self.equations.find(self.memory.nodes(x)))[0] for x in (a, b))
         if math.prod(torch.broadcast_shapes(left.shape, right.shape)) > LARGEST:
             self.pin(torch.cat([left.unique(), right.unique()]), "too many different scales meet in one product")
-            return torch.tensor(GROUND).expand(n, i, j)
-        return self.reduce(self.equations.sum(1, left, 1, right), 2)[:, :, 0].expand(n, i, j)
+            return ZERO.expand([1] * left.dim())
+        total = self.equations.sum(1, left, 1, right)
+        return self.reduce(total, dims) if dims else total
 
     # The run ----------------------------------------------------------------------------------------------------------
 
@@ -235,7 +238,3 @@ PASSES = {
 
 def _blank(t: Tensor) -> Tensor:
     return torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=torch.long)
-
-
-def _sizes(content: Tensor | Raw) -> tuple[int, ...]:
-    return content.sizes if isinstance(content, Raw) else tuple(content.shape)

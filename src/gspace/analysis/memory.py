@@ -27,6 +27,12 @@ class Raw(NamedTuple):
     strides: Sizes
     offset: int
 
+    def unsqueeze(self, d: int) -> "Raw":
+        sizes, strides = list(self.sizes), list(self.strides)
+        sizes.insert(d, 1)
+        strides.insert(d, 0)
+        return self._replace(sizes=tuple(sizes), strides=tuple(strides))
+
     def seen(self, place: Place, there: Place) -> "Raw | None":
         """The part of it that a view reads; None if that is no strided block."""
         found = locate(place, there)

@@ -8,8 +8,8 @@ operation that is known has none, the third entry is the reason.
 from collections.abc import Callable
 from typing import Any
 
-from gspace.analysis import layers, rules
 from gspace.analysis import pathrules as paths
+from gspace.analysis import rules
 from gspace.analysis.follow import ATTENTION
 from gspace.analysis.pathrules import NOT_HOMOGENEOUS, UNKNOWN
 from gspace.analysis.sums import READ
@@ -68,26 +68,26 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str | None], ...] = (
     ),
     ("fractional_max_pool2d", rules.pooled, UNKNOWN),
     # layers
-    ("mm bmm", layers.matrix_product, paths.matrix_product),
-    ("addmm", layers.matrix_product, None),
+    ("mm bmm", rules.matrix_product, paths.matrix_product),
+    ("addmm", rules.matrix_product, None),
     (
         "convolution _convolution cudnn_convolution mkldnn_convolution convolution_overrideable",
-        layers.convolution,
+        rules.convolution,
         paths.convolution,
     ),
-    ("_grouped_mm", layers.grouped_product, UNKNOWN),
-    ("_trilinear", layers.trilinear, UNKNOWN),
-    (" ".join(ATTENTION), layers.attention, NOT_HOMOGENEOUS),
+    ("_grouped_mm", rules.grouped_product, UNKNOWN),
+    ("_trilinear", rules.trilinear, UNKNOWN),
+    (" ".join(ATTENTION), rules.attention, NOT_HOMOGENEOUS),
     # norms
-    ("native_layer_norm _fused_rms_norm rms_norm", layers.layer_norm, NOT_HOMOGENEOUS),
-    ("native_group_norm", layers.group_norm, NOT_HOMOGENEOUS),
+    ("native_layer_norm _fused_rms_norm rms_norm", rules.layer_norm, NOT_HOMOGENEOUS),
+    ("native_group_norm", rules.group_norm, NOT_HOMOGENEOUS),
     (
         "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm "
         "_batch_norm_with_update _batch_norm_no_update miopen_batch_norm",
-        layers.batch_norm,
+        rules.batch_norm,
         paths.batch_norm,
     ),
-    ("_weight_norm_interface", layers.weight_norm, NOT_HOMOGENEOUS),
+    ("_weight_norm_interface", rules.weight_norm, NOT_HOMOGENEOUS),
     # what no positive scale changes
     ("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill", rules.created, paths.filled),
     (

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gspace.analysis.equations import ANY, constant, squash
-from gspace.analysis.follow import Follow, Nodes
-from gspace.analysis.memory import Raw
+from gspace.analysis.follow import Follow, Nodes, Norm
+from gspace.analysis.memory import Raw, key_of
 from gspace.analysis.run import Call
 from gspace.analysis.weights import ZERO
 
@@ -153,20 +153,13 @@ def product(s: Follow, c: Call) -> Nodes:
     for one, other in ((x, y), (y, x)) if sign == 1 else ():
         raw = s.raw(other)
         if raw is not None and s.raw(one) is None:
-            found = _gain(s, s.ids(one), raw)
-            if found is not None:
-                return found
+            (few,) = squash(s.ids(one))
+            for _ in range(few.dim() - len(raw.sizes)):
+                raw = raw.unsqueeze(0)
+            varies = [n > 1 and step != 0 for n, step in zip(raw.sizes, raw.strides, strict=True)]
+            if few.dim() == len(varies) and all(n == 1 or along for n, along in zip(few.shape, varies, strict=True)):
+                return s.contract(few, raw)
     return s.equations.sum(1, s.ids(x), sign, s.ids(y))
-
-
-def _gain(s: Follow, nodes: Tensor, raw: Raw) -> Tensor | None:
-    """A parameter times an activation whose nodes change along no dimension that the parameter is expanded over."""
-    (few,) = squash(nodes)
-    sizes = [1] * (few.dim() - len(raw.sizes)) + [1 if n == 1 or s == 0 else n for n, s in zip(*raw[1:3], strict=True)]
-    if len(sizes) != few.dim() or any(n > 1 and size == 1 for n, size in zip(few.shape, sizes, strict=True)):
-        return None
-    tail = few.reshape(few.shape[few.dim() - len(raw.sizes) :])
-    return s.weights.edges(raw, tail, sizes[few.dim() - len(raw.sizes) :])
 
 
 POWERS = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": -1}
@@ -251,3 +244,134 @@ def pooled(s: Follow, c: Call) -> list[Nodes]:
     nodes = s.ids(c.get("self", "input"))
     spatial = next((int(d) for d in c.name if d.isdigit()), 2)
     return [s.reduce(nodes, range(-spatial, 0)), None]
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+def matrix_product(s: Follow, c: Call) -> Nodes:
+    """mm, bmm, and with a bias addmm: (n, i, k, 1) · (n, 1, k, j) → (n, i, j)."""
+    a, b = (s.content(c[name]) for name in (("mat1", "mat2") if c.name == "addmm" else ("self", "mat2")))
+    if c.name == "bmm":
+        return s.contract(a.unsqueeze(3), b.unsqueeze(1), [2])[:, :, 0]
+    result = s.contract(a.unsqueeze(2), b.unsqueeze(0), [1])[:, 0]
+    return s.tied(result, s.ids(c["self"])) if c.name == "addmm" and c["beta"] != 0 else result
+
+
+def convolution(s: Follow, c: Call) -> Nodes:
+    """View the weight as (group, out, in, taps), transposed (group, in, out, taps)."""
+    x, groups, contracted, taps = c["input"], c["groups"], 1 if c["transposed"] else 2, [1] * (c["input"].dim() - 2)
+    tail = s.reduce(s.ids(x), [0, *range(2, x.dim())]).reshape(groups, -1, 1, *taps)
+    weight = s.content(c["weight"])
+    if isinstance(weight, Raw):
+        rows, step = weight.sizes[0] // groups, weight.strides[0]
+        sizes, strides = (
+            (groups, rows, *weight.sizes[1:]),
+            (rows * step if groups > 1 else 0, step, *weight.strides[1:]),
+        )
+        weight = weight._replace(sizes=sizes, strides=strides)
+    else:
+        weight = weight.unflatten(0, (groups, -1))
+    tail = tail if c["transposed"] else tail.transpose(1, 2)
+    head = s.contract(tail, weight, [contracted, *range(3, x.dim() + 1)], groups).flatten(1)
+    head = head.expand(groups, c["weight"].shape[1] if c["transposed"] else c["weight"].shape[0] // groups)
+    head = head.reshape(1, -1, *taps)
+    return head if c["bias"] is None else s.tied(head, s.ids(c["bias"]).reshape(1, -1, *taps))
+
+
+def trilinear(s: Follow, c: Call) -> Nodes:
+    """Products of three, summed."""
+    total = ZERO
+    for k in "123":
+        nodes = s.ids(c[f"i{k}"])
+        for d in c[f"expand{k}"]:
+            nodes = nodes.unsqueeze(d)
+        total = s.equations.sum(1, total, 1, nodes)
+    return s.reduce(total, c["sumdim"], keep=False)
+
+
+def grouped_product(s: Follow, c: Call) -> Nodes:
+    """Rows of x, sorted by expert, times each expert's matrix; where one gets no row, all read the same units."""
+    x, ends = s.ids(c["self"]), c["offs"].tolist()
+    parts = [x[i:j] for i, j in zip([0, *ends], ends, strict=False)]
+    if not all(len(p) for p in parts):
+        parts = [x] * len(parts)
+    rows = torch.stack([s.reduce(p, 0) for p in parts])
+    result = s.contract(rows.unsqueeze(3), s.content(c["mat2"]).unsqueeze(1), [2])[:, 0, 0].expand(len(ends), -1)
+    which = torch.searchsorted(torch.tensor(ends), torch.arange(len(x)), right=True)
+    return result[which.clamp(max=len(ends) - 1)]
+
+
+def attention(s: Follow, c: Call) -> list[Nodes]:
+    """Q and K cancel in every product; the result has the scale of V. Grouped heads share K and V."""
+    q, k, v = (s.ids(c[name]) for name in ("query", "key", "value"))
+    if k.dim() > 2 and k.shape[-3] != q.shape[-3]:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    mask = c.get("attn_mask", "attn_bias")
+    if isinstance(mask, Tensor):
+        s.pin(s.ids(mask), "inside of a softmax")
+    products = s.equations.sum(1, s.reduce(q, -2), 1, s.reduce(k, -2))
+    s.pin(products, "queries and keys meet in a softmax: one scale for both", "scaled_dot_product_attention")
+    return [s.reduce(v, -2)] + [None] * 8
+
+
+# Norms ----------------------------------------------------------------------------------------------------------------
+
+
+def _affine(s: Follow, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Gain and bias write what comes out of a norm."""
+    result = ZERO if weight is None else s.ids(weight)
+    return result if bias is None else s.tied(result, s.ids(bias))
+
+
+def layer_norm(s: Follow, c: Call) -> list[Nodes]:
+    shape = c.get("normalized_shape")
+    s.absorb(s.reduce(s.ids(c["input"]), range(-len(shape), 0)))
+    return [_affine(s, c["weight"], c.get("bias")), None, None]
+
+
+def group_norm(s: Follow, c: Call) -> list[Nodes]:
+    x = c["input"]
+    s.absorb(s.reduce(s.ids(x).reshape(len(x), c["group"], -1), 2))
+    return [_channels(_affine(s, c["weight"], c["bias"]), x.dim()), None, None]
+
+
+def batch_norm(s: Follow, c: Call) -> list[Nodes]:
+    """Divides the scale of each channel out; γ and β write the units behind it, statistics follow those before it."""
+    x = c["input"]
+    absorbed = s.reduce(s.ids(x), [0, *range(2, x.dim())]).reshape(-1)
+    statistics = [(c.get(name), power) for name, power in (("running_mean", 1), ("running_var", 2))]
+    statistics = [(t, power) for t, power in statistics if isinstance(t, Tensor)]
+    gain = s.raw(c["weight"])
+    if gain is None and (c["weight"] is not None or not statistics):  # an InstanceNorm, or a computed gain
+        s.absorb(absorbed)
+        return [_channels(_affine(s, c["weight"], c["bias"]), x.dim()), None, None, None, None]
+    key = tuple(absorbed.tolist())
+    if gain is not None:
+        written = s.weights.edges(gain, ZERO, gain.sizes, kind="norm")
+        key += tuple(written.tolist())
+    else:
+        written = s.norms[key].written if key in s.norms else s.equations.fresh(len(absorbed))
+    shift = s.raw(c["bias"])
+    if shift is not None:
+        s.equations.tie(s.weights.edges(shift, ZERO, shift.sizes, kind="norm"), written)
+    elif c["bias"] is not None:
+        s.tied(written, s.ids(c["bias"]))
+    s.norms[key] = Norm(absorbed, written, gain is not None)
+    for t, power in statistics:
+        known, _ = s.statistics.setdefault(key_of(t), (absorbed, power))
+        s.equations.tie(known, absorbed)
+        s.memory.write(t, absorbed)
+        s.powers[key_of(t)] = power
+    return [_channels(written, x.dim()), None, None, None, None]
+
+
+def _channels(nodes: Tensor, rank: int) -> Tensor:
+    return nodes.reshape(1, -1, *[1] * (rank - 2)) if nodes.dim() else nodes
+
+
+def weight_norm(s: Follow, c: Call) -> list[Nodes]:
+    v, g = s.ids(c["v"]), s.ids(c["g"])
+    norm = s.reduce(v, [d for d in range(v.dim()) if d != c["dim"] % v.dim()])
+    v = s.equations.find(v)
+    return [s.equations.sum(1, s.equations.sum(1, v, -1, norm), 1, g), norm]
