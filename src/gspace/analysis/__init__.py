@@ -8,6 +8,7 @@ What is free at the end is a unit (`assemble`; the `result`).
 
 import difflib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import nn
 
 from gspace import sharding
 from gspace.analysis.assemble import assemble
-from gspace.analysis.forward import Inputs, TraceError, untouched, unwrap
-from gspace.analysis.identity import modules_of, other_module
-from gspace.analysis.repeat import followed
+from gspace.analysis.examples import attempted, redrawn
+from gspace.analysis.follow import Follow
+from gspace.analysis.forward import HELD, Inputs, TraceError, untouched, unwrap
+from gspace.analysis.operations import RULES
 from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, magnitude
 from gspace.devices import on_cpu
 
@@ -71,9 +73,23 @@ def analyze(
     refuse(inner)
     names = _known(pin, inner)
     modules = {name: m for name, m in inner.named_modules(remove_duplicate=False) if name in names}
+    ways = [MODES[mode] for mode in listed]
+
+    def run(examples: list[Inputs]) -> Follow:
+        """On every batch, whole: what the model does may depend on the number of rows."""
+        follow = Follow(RULES, inner, residual, set(modules.values()))
+        on_cpu(follow.enter)(names)
+        for example in examples:
+            follow.run(example, ways)
+        generator = torch.Generator("cpu").manual_seed(0)
+        for _ in range(3):  # experts that no token went to; the model may not take other values
+            with suppress(TraceError):
+                if follow.unread():
+                    follow.run(redrawn(examples[0], generator), ways)
+        return follow
+
     with untouched(inner):
-        follow = followed(inner, example_input, residual, set(modules.values()), names, [MODES[m] for m in listed])
-        found = on_cpu(assemble)(follow, model, residual)
+        found = on_cpu(assemble)(attempted(run, inner, example_input), model, residual)
     inside = tuple(f"{name}." for name in modules)
     unseen = {name: n for name, n in found.unseen.items() if not _bare(name).startswith(inside)}
     return replace(found, unseen=unseen, modules=modules_of(inner))
@@ -100,14 +116,38 @@ def analyzed(
                 f"the analysis is of another model: this one has no parameter {e.name!r} of that size "
                 "(a wrapped model is another one: analyze what you pass here)"
             )
-    changed = other_module(analysis.modules, unwrap(model))
-    if changed is not None:
-        where = f"its module {changed!r}" if changed else f"the {type(unwrap(model)).__name__} itself"
-        raise ValueError(
-            f"the analysis is of another model, or of this one before it was changed: {where} has another forward or "
-            "other settings. Analyze it again"
-        )
+    now = modules_of(unwrap(model)) if analysis.modules else {}
+    for name in {**analysis.modules, **now}:
+        if analysis.modules.get(name) != now.get(name):
+            where = f"its module {name!r}" if name else f"the {type(unwrap(model)).__name__} itself"
+            raise ValueError(
+                f"the analysis is of another model, or of this one before it was changed: {where} has another forward "
+                "or other settings. Analyze it again"
+            )
     return analysis
+
+
+def modules_of(model: nn.Module) -> dict[str, str]:
+    """Each module by its name, in order, as a text that a copy shares: equal parameters may be wired otherwise.
+
+    It has the class, and the strings and functions among the attributes, which say how parts are used. Numbers and
+    flags are left out (an ε, a dropout rate, a counter, gradient checkpointing may change).
+    """
+    found = {}
+    for name, m in model.named_modules(remove_duplicate=False):
+        told = {key: _said(v) for key, v in vars(m).items() if key not in HELD and "checkpoint" not in key}
+        known = {key: v for key, v in told.items() if v}
+        found[name] = f"{sharding.class_of(m).__module__}.{sharding.class_of(m).__qualname__} {known}"
+    return found
+
+
+def _said(value: Any) -> Any:
+    """A string, strings or the name of a function; None for everything else."""
+    if isinstance(value, tuple | list):
+        return value if all(isinstance(part, str) for part in value) else None
+    if isinstance(value, str):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else None
 
 
 def require_module(model: Any) -> None:

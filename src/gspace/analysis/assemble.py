@@ -42,12 +42,13 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
     names, exact, transparent = dict(model.named_parameters()), follow.equations, _transparent(follow)
     norms = follow.norms.values()
     exact.ground(*(norm.written for norm in norms if not norm.affine))
-    unseen = {name: names[name].numel() for name in unread(follow, model)}
-    nodes = _edges(follow, names, exact, unseen, {"edge", "norm"})
+    known = {id(p): name for name, p in names.items()}
+    unseen = {known[id(p)]: p.numel() for p in follow.unread()}
+    nodes = _edges(follow, known, exact, unseen, {"edge", "norm"})
     absorbed = [*follow.absorbed, *(norm.absorbed for norm in norms)]
     units = _number(exact, nodes, absorbed, [nodes for nodes, _ in follow.statistics.values()])
     edges, H, total = units.edges(nodes), units.exact, units.exact + units.absorbed
-    paper_nodes = _edges(follow, names, transparent, {}, {"edge"})
+    paper_nodes = _edges(follow, known, transparent, {}, {"edge"})
     paper = _number(transparent, paper_nodes, (), ())
     paper_edges, H_paper = _compact(plain(paper.edges(paper_nodes), paper.forms))
     buffers = {key_of(b): name for name, b in model.named_buffers()}
@@ -75,12 +76,6 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
     )
 
 
-def unread(follow: Follow, model: nn.Module) -> list[str]:
-    """Parameters that no run has read."""
-    unused = {id(leaf.parameter) for leaves in follow.weights.leaves.values() for leaf in leaves if not leaf.kinds}
-    return [name for name, p in model.named_parameters() if p.numel() and id(p) in unused]
-
-
 def _transparent(follow: Follow) -> Equations:
     """The view of the paper: BatchNorm is not there, and a weight that is used twice has one head and one tail."""
     equations = follow.equations.copy()
@@ -98,7 +93,7 @@ def _transparent(follow: Follow) -> Equations:
 
 
 def _edges(
-    follow: Follow, names: Mapping[str, Tensor], equations: Equations, unseen: dict[str, int], kinds: set[str]
+    follow: Follow, names: Mapping[int, str], equations: Equations, unseen: dict[str, int], kinds: set[str]
 ) -> list[Edges]:
     """The parameters that are edges between nodes, in the order of their first use; adds to `unseen`."""
     into_norm = torch.zeros(follow.equations.count, dtype=torch.bool)
@@ -106,11 +101,10 @@ def _edges(
         into_norm[follow.equations.find(norm.absorbed)] = True
     into_norm[: ANY + 1] = False
     edges = []
-    known = {id(p): name for name, p in names.items()}
     for leaf, position in follow.positions.items():
         if not leaf.kinds & kinds:
             continue
-        name, found = known[id(leaf.parameter)], layout(leaf, equations)
+        name, found = names[id(leaf.parameter)], layout(leaf, equations)
         if found is None:
             follow.pins.append(Pin("view", name, min(leaf.place[0][:2]), "too many parts to be followed one by one"))
             equations.ground(leaf.head.content, leaf.tail.content)

@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
-from gspace.analysis.forward import tensors_in
-from gspace.analysis.memory import Memory, Raw, key_of
+from gspace.analysis.forward import Inputs, arguments, attributes, set_mode, tensors_in
+from gspace.analysis.memory import Memory, Raw, geometry, key_of
 from gspace.analysis.result import Pin
-from gspace.analysis.run import Run
-from gspace.analysis.weights import LARGEST, ZERO, Leaf, Weights
+from gspace.analysis.run import Run, called, written
+from gspace.analysis.weights import LARGEST, ZERO, Leaf, Weights, channels, overlap
 
 Nodes = Tensor | Raw | None
+QUIET, MOST = 5, 24  # where chance decides a branch: runs in a row that must say nothing new, and runs at most
 KERNELS = "flash_attention_for_cpu flash_attention efficient_attention cudnn_attention fused_attention_overrideable"
 ATTENTION = [f"_scaled_dot_product_{name}" for name in KERNELS.split()]
 
@@ -49,11 +51,11 @@ class Follow(Run):
 
     creates = frozenset("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill".split())
 
-    def __init__(self, rules: Mapping[str, Any], residual: str, pinned: Container[nn.Module]) -> None:
+    def __init__(self, rules: Mapping[str, Any], model: nn.Module, residual: str, pinned: Container[nn.Module]) -> None:
         self.equations = Equations()
         self.weights = Weights(self.equations, self.note)
         super().__init__(rules, Memory(_blank, self.weights.nodes))
-        self.residual, self.pinned = residual, pinned
+        self.model, self.residual, self.pinned = model, residual, pinned
         self.pins: list[Pin] = []
         self.absorbed: list[Tensor] = []
         self.untrained: list[Tensor] = []
@@ -64,14 +66,66 @@ class Follow(Run):
         self.passed: dict[str, list[Tensor]] = {}
         self.position = self.branches = 0
 
-    # Shadows ----------------------------------------------------------------------------------------------------------
+    def enter(self, left: Container[str]) -> None:
+        """Every parameter, before it is read; those that share memory, are complex or are to be left stay ground."""
+        spans: dict[int, list[tuple[str, int, int]]] = {}
+        for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if t.layout == torch.strided and t.numel():
+                spans.setdefault(key_of(t), []).append((name, *_span(t)))
+        for name, p in self.model.named_parameters():
+            if not p.numel():
+                continue
+            self.parameters[key_of(p)] = name
+            begin, end = _span(p)
+            others = [other for other, b, e in spans[key_of(p)] if other != name and begin < e and b < end]
+            reasons = {
+                ("alias", f"shares its memory with {', '.join(others)}"): bool(others),
+                ("alias", "its entries may share memory"): overlap(geometry(p)),
+                ("complex", "its values are complex"): p.is_complex(),
+                ("pin", "pinned on request"): name in left,
+            }
+            found = [reason for reason, holds in reasons.items() if holds]
+            if found and (p.is_floating_point() or p.is_complex()):
+                self.pins.append(Pin(found[0][0], name, channels(p.shape), f"{name}: {found[0][1]}"))
+            elif p.is_floating_point():
+                self.weights.enter(p)
+                n = p.untyped_storage().nbytes() // p.element_size()
+                self.memory.write(p.detach().as_strided((n,), (1,), 0), Raw(key_of(p), (n,), (1,), 0))
 
-    def enter(self, parameter: Tensor) -> None:
-        """A parameter's elements, before any of them is read."""
-        self.weights.enter(parameter)
-        if parameter not in self.memory:
-            n = parameter.untyped_storage().nbytes() // parameter.element_size()
-            self.memory.write(parameter.detach().as_strided((n,), (1,), 0), Raw(key_of(parameter), (n,), (1,), 0))
+    def unread(self) -> list[nn.Parameter]:
+        """Parameters that no run has read."""
+        return [leaf.parameter for leaves in self.weights.leaves.values() for leaf in leaves if not leaf.kinds]
+
+    def run(self, example: Inputs, modes: Sequence[bool]) -> None:
+        """One run in each mode; where chance decides a branch, runs until several in a row say nothing new."""
+        for training in modes:
+            set_mode(self.model, training)
+            quiet, free = 0, -1
+            for _ in range(MOST):
+                tossed = self.branches
+                self._once(example)
+                before, free = free, self.weights.free() if self.branches > tossed else -1
+                quiet = quiet + 1 if free == before else 0
+                if self.branches == tossed or quiet == QUIET:
+                    break
+
+    def _once(self, example: Inputs) -> None:
+        self.position = 0
+        self.given([t for t in tree_leaves(arguments(example)) if isinstance(t, Tensor)])
+        known = {id(t) for t in attributes(self.model)}
+        out = called(self, self.model, example)
+        for name, p in self.model.named_parameters():
+            if key_of(p) not in self.parameters and p.numel():
+                raise written(name)
+        with torch._C.DisableTorchFunction():
+            for t in tensors_in(out):
+                self.pin(self.ids(t), "an output of the model", "output")
+            left = [t for t in attributes(self.model) if id(t) not in known]  # for others to read: as good as an output
+            for t in [*left, *self.model.buffers()]:
+                if self.depends_on_data(t) and key_of(t) not in self.statistics:
+                    self.pin(self.ids(t), "kept in an attribute of the model", "attribute")
+
+    # Shadows ----------------------------------------------------------------------------------------------------------
 
     def unknown(self, t: Any) -> bool:
         """Whether another batch may have other values here, or there are none (meta device)."""
@@ -197,10 +251,17 @@ class Follow(Run):
     # The run ----------------------------------------------------------------------------------------------------------
 
     def settle(self, name: str, tensors: Sequence[Any], outs: Sequence[Tensor], results: Sequence[Any]) -> None:
+        """Remembers what scales go through, too; a product counts where both factors are activations."""
         for t, nodes in zip(outs, results, strict=False):
-            self._assign(t, nodes)
-        if name in PASSES:
-            self._pass(PASSES[name], tensors, results[0])
+            known = None if isinstance(nodes, Tensor) and not bool(thin(nodes)[0].any()) else nodes
+            if t.layout is torch.strided and t.is_floating_point():
+                self.memory.write(t, known)
+            elif known is not None:
+                self.pin(known, "turned into numbers that are not floating, or sparse")
+        kind, first = PASSES.get(name), results[0]
+        if kind and isinstance(first, Tensor) and (kind == "relu" or sum(map(self.depends_on_data, tensors)) > 1):
+            found = squash(first)[0].unique()
+            self.passed.setdefault(kind, []).append(found[found > ANY])
 
     def escaped(self, t: Tensor, name: str) -> None:
         self.pin(self.content(t), "its values are read outside of torch", name)
@@ -214,26 +275,18 @@ class Follow(Run):
                 for t in tensors_in(output):
                     self.pin(self.ids(t), "pinned on request", "pin")
 
-    def _pass(self, kind: str, tensors: Sequence[Any], nodes: Nodes) -> None:
-        """Remembers what scales go through; a product counts where both factors are activations."""
-        if isinstance(nodes, Tensor) and (kind == "relu" or sum(map(self.depends_on_data, tensors)) > 1):
-            found = squash(nodes)[0].unique()
-            self.passed.setdefault(kind, []).append(found[found > ANY])
-
-    def _assign(self, t: Tensor, nodes: Nodes) -> None:
-        if isinstance(nodes, Tensor) and not bool(thin(nodes)[0].any()):
-            nodes = None
-        if t.layout is torch.strided and t.is_floating_point():
-            self.memory.write(t, nodes)
-        elif nodes is not None:
-            self.pin(nodes, "turned into numbers that are not floating, or sparse")
-
 
 PASSES = {
     **dict.fromkeys("relu leaky_relu rrelu_with_noise _prelu_kernel prelu clamp_min threshold".split(), "relu"),
     **dict.fromkeys(("bmm", *ATTENTION), "attention"),
     "mul": "gate",
 }
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """Its first byte, and the one behind its last."""
+    first, last = int(t.storage_offset()), sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    return first * t.element_size(), (first + last + 1) * t.element_size()
 
 
 def _blank(t: Tensor) -> Tensor:

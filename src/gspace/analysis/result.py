@@ -145,7 +145,7 @@ class Analysis:
             times before a squared ReLU, the sum of two behind a gate.
         unseen: Parameters with elements that no run has read, and how many: nothing is known of them.
         passes: Units whose scale goes through a "relu", a "gate" (a product of two activations) or an "attention".
-        modules: What the modules of the model were (`identity`), to know it again.
+        modules: What the modules of the model were, to know it again.
     """
 
     H: int

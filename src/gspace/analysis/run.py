@@ -39,7 +39,7 @@ class Call:
 
     @property
     def in_place(self) -> bool:
-        return facts(self.function)[1]
+        return bool(facts(self.function)[1])
 
     def __getitem__(self, name: str) -> Any:
         return self.args[name]
@@ -82,8 +82,6 @@ class Run(TorchDispatchMode):
 
     def settle(self, name: str, tensors: Sequence[Any], outs: Sequence[Tensor], results: Sequence[Any]) -> None:
         """Writes results to the shadows of the outputs."""
-        for t, result in zip(outs, results, strict=False):
-            self.memory.write(t, result)
 
     def escaped(self, t: Tensor, name: str) -> None:
         """Values leave torch."""
@@ -128,8 +126,9 @@ class Run(TorchDispatchMode):
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, writes, is_view = facts(func)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        for t in _targets(func, args, kwargs) if writes else ():
-            if key_of(t) in self.parameters and t.numel():
+        given = bound(func, args, kwargs)
+        for t in tree_leaves([given[target] for target in writes]):
+            if isinstance(t, Tensor) and key_of(t) in self.parameters and t.numel():
                 raise written(self.parameters[key_of(t)])
         result: Any = None
         if not is_view and (name in self.creates or any(t in self.memory for t in tensors)):
@@ -138,7 +137,7 @@ class Run(TorchDispatchMode):
                 with self:
                     return others(*args, **kwargs)
             try:
-                result = self.applied(self.rules.get(name, self.rules[""]), Call(name, func, bound(func, args, kwargs)))
+                result = self.applied(self.rules.get(name, self.rules[""]), Call(name, func, given))
             except (RuntimeError, IndexError):  # sizes that do not fit: torch's own words, if it says so too
                 func(*args, **kwargs)
                 raise
@@ -208,25 +207,18 @@ def written(name: str) -> TraceError:
 # Operations -----------------------------------------------------------------------------------------------------------
 
 
-def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
-    given = bound(func, args, kwargs)
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [t for name in names for t in tree_leaves(given.get(name)) if isinstance(t, Tensor)]
-
-
 def decomposition(func: Any) -> Any:
     """torch's own way to write an operation by others, if there is one."""
     return func.decompose if func._can_decompose() else torch._decomp.decomposition_table.get(func)
 
 
 @cache
-def facts(func: Any) -> tuple[str, bool, bool]:
-    """Its name without the underscore of a call in place, whether it writes, and whether its result is a view."""
+def facts(func: Any) -> tuple[str, tuple[str, ...], bool]:
+    """Its name without the underscore of a call in place, the arguments it writes to, whether its result is a view."""
     name = func._schema.name.removeprefix("aten::")
     name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    shares = (func.is_view or name in VIEWS) and not func._can_decompose()  # `reshape` may copy
-    return name, func._schema.is_mutable, shares
+    writes = tuple(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return name, writes, (func.is_view or name in VIEWS) and not func._can_decompose()  # `reshape` may copy
 
 
 @cache

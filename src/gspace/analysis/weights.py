@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gspace.analysis.equations import ANY, GROUND, Equations, constant, squash
 from gspace.analysis.memory import Place, Plane, Raw, Sizes, geometry, key_of, locate
@@ -31,7 +31,7 @@ class Leaf:
         table: Dimensions of which the widest use has read several rows, but not all.
     """
 
-    def __init__(self, parameter: Tensor) -> None:
+    def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter, self.place = parameter, geometry(parameter)
         one = [1] * parameter.dim()
         self.head, self.tail = (Plane(self.place, torch.zeros(one, dtype=torch.long)) for _ in range(2))
@@ -56,7 +56,7 @@ class Weights:
     leaves: dict[int, list[Leaf]] = field(default_factory=dict)
     repeats: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=list)
 
-    def enter(self, parameter: Tensor) -> None:
+    def enter(self, parameter: nn.Parameter) -> None:
         leaves = self.leaves.setdefault(key_of(parameter), [])
         leaves.append(Leaf(parameter))
         leaves.sort(key=lambda leaf: -leaf.place[2])
@@ -113,7 +113,7 @@ class Weights:
     def ground(self, raw: Raw) -> int:
         """No scale may change these elements; how many channels that are (of a matrix the smaller side), 0 if known."""
         leaf, place = self._found(raw)
-        return min([n for n in place[0] if n > 1][:2], default=1) if self._pinned(leaf, place) else 0
+        return channels(place[0]) if self._pinned(leaf, place) else 0
 
     def _pinned(self, leaf: Leaf, place: Place) -> bool:
         ends = (plane.read(place) for plane in (leaf.head, leaf.tail))
@@ -171,6 +171,11 @@ class Weights:
             self.equations.tie(f, first_one)
             total = self.equations.sum(1, total, 1, first_one.reshape(()))
         self.equations.tie(total, ZERO)
+
+
+def channels(sizes: Sequence[int]) -> int:
+    """Which axis holds channels only a rule knows: the smaller of the first two."""
+    return min([n for n in sizes if n > 1][:2], default=1)
 
 
 def _count(seen: Tensor, sizes: Sizes) -> int:
