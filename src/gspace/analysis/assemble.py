@@ -167,7 +167,7 @@ def _compact(edges: Sequence[Edges]) -> tuple[tuple[Edges, ...], int]:
     return tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges), len(units) - 1
 
 
-def members(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> dict[UnitGroup, Tensor]:
+def members(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> dict[UnitGroup, list[int]]:
     """Units 1…total by who writes and who reads them. Each parameter adds a random signature to its units."""
     generator = torch.Generator().manual_seed(0)
     signature = (torch.arange(total + 1) > H).long()
@@ -176,7 +176,7 @@ def members(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form
         signature[ids] += torch.randint(1 << 60, (1,), generator=generator)
     member = signature[1:].unique(return_inverse=True)[1]
     parts = (member.argsort(stable=True) + 1).split(member.bincount().tolist())
-    groups = {int(units[0]): units for units in sorted(parts, key=lambda units: int(units[0]))}
+    groups = {units[0]: units for units in sorted(part.tolist() for part in parts)}
     names: dict[int, tuple[list[str], list[str]]] = {u: ([], []) for u in groups}
     first = torch.zeros(total + 1, dtype=torch.bool).index_fill(0, torch.tensor([*groups], dtype=torch.long), True)
     for name, column, ids in sides:

@@ -6,7 +6,7 @@ Views, and writes through them, need no rule. What depends on the inputs, and on
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
