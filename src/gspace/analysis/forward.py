@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -75,6 +76,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 later.callback(_restore, b, b.detach().clone())
         later.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
+        later.enter_context(sdpa_kernel(SDPBackend.MATH))  # the same operations in both modes and on every device
         later.callback(random.setstate, random.getstate())
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"]
