@@ -72,6 +72,7 @@ class Weights:
         block = not overlap(place) and (leaf.parameter.numel() <= LARGEST or locate(place, leaf.place) is not None)
         if not block and self._pinned(leaf, leaf.place):
             self.note(min(sizes), "a part of a parameter that is no block of it")
+            leaf.head = leaf.tail = Plane(leaf.place, torch.zeros([1] * len(leaf.place[0]), dtype=torch.long))
         return leaf, place
 
     def nodes(self, raw: Raw) -> Tensor:
