@@ -31,7 +31,7 @@ from unrolled import SMALL, Small, enumerated
 REFUSED = {
     **dict.fromkeys(("mobilenet-relu6", "mobilenet-v2", "mobilenet-v2-tie"), r"\(ReLU6\), hardtanh"),
     **dict.fromkeys(("transformer", "transformer-example"), "layer_norm"),
-    "transformer-torch": "dot_product",
+    "transformer-torch": r"\(MultiheadAttention\), bmm: it multiplies two activations",
     "gated": "two activations",
     "signs": "depends on the input",
 }
