@@ -25,8 +25,10 @@ def bars() -> "Bars":
     """What draws bars, each with a text behind it; nothing is drawn where nobody would see it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
 
-    columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[note]}")
+    note = TextColumn("{task.fields[note]}", table_column=Column())  # goes on in the next line, the bar stays
+    columns = TextColumn("{task.description}"), BarColumn(20, table_column=Column(no_wrap=True)), note
     to_screen = sys.stdout.isatty()  # else results go to a file
     on = Console(stderr=True)
     return Progress(*columns, console=on, transient=True, redirect_stdout=to_screen, disable=not seen())
@@ -48,8 +50,8 @@ def display(total: int, *, quiet: bool = False) -> "Iterator[Watch | None]":
             done, first = sum(parts.values()), told.recipes[0]
             speed = f"{told.seconds_left:.0f} s left, loss {told.loss[0]:.4f}, {told.images_per_second:,.0f} images/s"
             many = f"{len(told.recipes)} at once" if len(told.recipes) > 1 else f"seed {first.seed}"
-            name = f"{first.data}, {first.model}, {first.optimizer}, {many}: {speed}"
-            shown.update(bar, description=name, completed=done, note=f"{done:.1f}/{total} runs")
+            name = f"{first.data}, {first.model}, {first.optimizer}, {many}"
+            shown.update(bar, description=f"{done:.1f}/{total} runs", completed=done, note=f"{name}, {speed}")
 
         yield watch
 
