@@ -80,6 +80,10 @@ class Run(TorchDispatchMode):
         """What a rule says of the outputs: one thing for each, or one for all of them."""
         return rule(self, call)
 
+    def outcome(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """What the operation returns, given what a rule says of it."""
+        return func(*args, **kwargs)
+
     def settle(self, name: str, tensors: Sequence[Any], outs: Sequence[Tensor], results: Sequence[Any]) -> None:
         """Writes results to the shadows of the outputs."""
 
@@ -141,7 +145,7 @@ class Run(TorchDispatchMode):
             except (RuntimeError, IndexError):  # sizes that do not fit: torch's own words, if it says so too
                 func(*args, **kwargs)
                 raise
-        out = func(*args, **kwargs)
+        out = self.outcome(func, args, kwargs, result)
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if result is not None or (writes and not is_view and any(t in self.memory for t in outs)):
             self.settle(name, tensors, outs, result if isinstance(result, list) else [result] * len(outs))

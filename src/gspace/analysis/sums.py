@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.forward import PathError
 from gspace.analysis.memory import geometry, key_of
-from gspace.analysis.run import Call, Run, bound, decomposition, facts, written
+from gspace.analysis.run import Call, Run, facts
 from gspace.analysis.tape import Tape, is_whole
 
 LAYERS = 6  # products in a row before a sum is renormalized
 NOTHING = -1e30  # the exponent of zeros: they hide nothing small beside them
+EMPTY = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
 CHOSEN = "which entries are chosen depends on the input"
 CHANCE = "it depends on chance"
 READ = "its values are read outside of the network"
@@ -134,31 +135,8 @@ class Sums(Run):
 
     # The run ----------------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name, _, is_view = facts(func)
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if is_view or not any(t in self.scales for t in tensors):
-            out = func(*args, **kwargs)
-            if not tensors and isinstance(out, Tensor) and out.is_floating_point():
-                out = out.double()  # memory of the model that sums may be written to
-        elif name not in self.rules and (others := decomposition(func)) is not None:
-            with self:
-                return others(*args, **kwargs)
-        else:
-            self.operation = name
-            try:
-                out = self.applied(self.rules.get(name, self.rules[""]), Call(name, func, bound(func, args, kwargs)))
-            except (RuntimeError, IndexError):  # sizes that do not fit: torch's own words, if it says so too
-                func(*args, **kwargs)
-                raise
-        outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
-            outs[0].zero_()
-        self._taint(torch.Tag.nondeterministic_seeded in func.tags, name, tensors, outs)
-        return out
-
     def applied(self, rule: Any, call: Call) -> Any:
-        """A rule, or the reason why there is none; what data or chance have chosen has no paths."""
+        """What a rule makes, or the reason why there is none; what data or chance have chosen has no paths."""
         if not callable(rule):
             raise self.refusal(rule)
         for t in tree_leaves(call.args):
@@ -166,15 +144,22 @@ class Sums(Run):
                 raise self.refusal(CHANCE if self.depends_on_chance(t) else CHOSEN)
         found = rule(self, call)
         if call.in_place and found is not None:
-            target = call.get("out", "self")
-            if key_of(target) in self.parameters:
-                raise written(self.parameters[key_of(target)])
-            self.store(target, found)
-            return target
-        if found is None or (isinstance(found, Tensor) and call.results > 1):
-            real = call.run()  # no sums: comparisons, places of maxima
-            found = real if found is None else (found, *real[1:])
-        return found
+            self.store(call.get("out", "self"), found)
+            return call.get("out", "self")
+        return (found, *call.run()[1:]) if isinstance(found, Tensor) and call.results > 1 else found
+
+    def outcome(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """That of a rule; memory that sums may be written to is wide, and empty memory is zero."""
+        if result is not None:
+            return result
+        out, name = func(*args, **kwargs), facts(func)[0]
+        if name in EMPTY:
+            out.zero_()
+        new = isinstance(out, Tensor) and not any(isinstance(t, Tensor) for t in tree_leaves(args))
+        return out.double() if new and out.is_floating_point() else out
+
+    def settle(self, name: str, tensors: Sequence[Any], outs: Sequence[Tensor], results: Sequence[Any]) -> None:
+        """Sums are where they belong already."""
 
     def escaped(self, t: Tensor, name: str) -> None:
         self.operation = name
