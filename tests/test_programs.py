@@ -135,11 +135,14 @@ def test_tensors_that_share_memory_are_pinned(kind: type) -> None:
     assert "a.weight: shares its memory with b" in {pin.reason for pin in follow(model).pinned}
 
 
-def test_parameters_side_by_side_in_one_buffer_are_not_pinned() -> None:
+@pytest.mark.parametrize(("pin", "H"), [((), 13), ("0.weight", 6), ("0.bias", 6), ("2.weight", 1), ("2.bias", 7)])
+def test_parameters_side_by_side_in_one_buffer_are_followed_one_by_one(pin: str | tuple[()], H: int) -> None:
     model = mlp(5, 7, 6, 3).double()
     vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     nn.utils.vector_to_parameters(vector, model.parameters())
-    assert follow(model).H == 13
+    found = gspace.analyze(model, normal(6, 5), pin=pin)
+    assert (found.H, found.unseen) == (H, {})
+    assert max(moved(model, normal(6, 5, seed=1), found).values()) <= EXACT
 
 
 def test_a_parameter_in_the_gaps_of_another_counts_as_sharing_its_memory() -> None:

@@ -145,12 +145,20 @@ class Follow(Run):
             plane.content = self.equations.sum(power, plane.content, 1, ZERO)
         found = self.memory.read(t)
         if found is None:  # the same memory, seen in another dtype
-            shadow = self.memory.shadows[key_of(t)].content
-            self.pin(shadow if isinstance(shadow, Raw) else shadow.content, "read in a dtype of another size")
-            self.memory.shadows.pop(key_of(t))
-            return torch.tensor(GROUND).expand(t.shape)
+            shadow = self.memory.shadows.pop(key_of(t)).content
+            whole = isinstance(shadow, Raw) and [
+                Raw(shadow.key, *leaf.place) for leaf in self.weights.leaves[shadow.key]
+            ]
+            for part in whole or [shadow.content]:
+                self.pin(part, "read in a dtype of another size")
+            return ZERO.expand(t.shape)
         if isinstance(found, Raw):
-            self._use(found)
+            leaf = self.weights.leaf(found)
+            if leaf is None:
+                return ZERO.expand(t.shape)
+            first, _ = self.positions.get(leaf, (self.position, 0))
+            self.positions[leaf] = min(first, self.position), self.position
+            self.position += 1
         return found
 
     def ids(self, t: Any) -> Tensor:
@@ -163,12 +171,6 @@ class Follow(Run):
         """The place of a parameter's elements, if they are nothing else."""
         found = self.content(t) if isinstance(t, Tensor) and t in self.memory else None
         return found if isinstance(found, Raw) else None
-
-    def _use(self, raw: Raw) -> None:
-        leaf = self.weights.leaf(raw)
-        first, _ = self.positions.get(leaf, (self.position, 0))
-        self.positions[leaf] = min(first, self.position), self.position
-        self.position += 1
 
     # Equations --------------------------------------------------------------------------------------------------------
 

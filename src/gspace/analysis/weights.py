@@ -33,6 +33,7 @@ class Leaf:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter, self.place = parameter, geometry(parameter)
+        self.last = self.place[2] + sum((n - 1) * step for n, step in zip(*self.place[:2], strict=True))
         one = [1] * parameter.dim()
         self.head, self.tail = (Plane(self.place, torch.zeros(one, dtype=torch.long)) for _ in range(2))
         self.seen = Plane(self.place, torch.zeros(one, dtype=torch.bool))
@@ -47,7 +48,7 @@ class Weights:
 
     Attributes:
         note: Called with a number of channels and a reason where something is pinned here.
-        leaves: By storage, the last in memory first.
+        leaves: By storage.
         repeats: Pairs (h₁, t₁), (h₂, t₂) of elements that were used twice.
     """
 
@@ -57,16 +58,16 @@ class Weights:
     repeats: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=list)
 
     def enter(self, parameter: nn.Parameter) -> None:
-        leaves = self.leaves.setdefault(key_of(parameter), [])
-        leaves.append(Leaf(parameter))
-        leaves.sort(key=lambda leaf: -leaf.place[2])
+        self.leaves.setdefault(key_of(parameter), []).append(Leaf(parameter))
 
-    def leaf(self, raw: Raw) -> Leaf:
-        return next(leaf for leaf in self.leaves[raw.key] if leaf.place[2] <= raw.offset)
+    def leaf(self, raw: Raw) -> Leaf | None:
+        """The parameter these elements belong to; None for one that shares a storage and is not followed."""
+        return next((leaf for leaf in self.leaves[raw.key] if leaf.place[2] <= raw.offset <= leaf.last), None)
 
     def _found(self, raw: Raw) -> tuple[Leaf, Place]:
         """Parameter and place of these elements, each once; what cannot be followed is set to ground."""
         leaf = self.leaf(raw)
+        assert leaf is not None
         sizes = tuple(1 if step == 0 else n for n, step in zip(raw.sizes, raw.strides, strict=True))
         place = sizes, tuple(0 if n == 1 else s for n, s in zip(sizes, raw.strides, strict=True)), raw.offset
         block = not overlap(place) and (leaf.parameter.numel() <= LARGEST or locate(place, leaf.place) is not None)
