@@ -8,7 +8,7 @@ so they must be neither large nor small. All are differentiable.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -179,12 +179,7 @@ class BasisPathPenalty:
         return self.weight / 2 * _PENALTIES[self.mode](values, self.order)
 
 
-def _released(values: PathValues, order: float) -> Tensor:
-    return torch.stack([v.square().sum() for v in values.edges.values()]).sum()
-
-
-def _sup(values: PathValues, order: float) -> Tensor:
-    return _norm_of(values, order).square()
-
-
-_PENALTIES: Mapping[str, Any] = {"released": _released, "sup": _sup}
+_PENALTIES: Mapping[str, Callable[[PathValues, float], Tensor]] = {
+    "released": lambda values, order: torch.stack([v.square().sum() for v in values.edges.values()]).sum(),
+    "sup": lambda values, order: _norm_of(values, order).square(),
+}
