@@ -64,7 +64,7 @@ def _data(folder: Path) -> Iterator[Kept]:
 
 
 def _digest(raw: Any) -> list[str]:
-    return sorted(f"{value.shape} {value.sum()}" for value in vars(raw).values() if isinstance(value, np.ndarray))
+    return sorted(f"{array.shape} {array.sum()}" for array, _ in raw.values())
 
 
 def _model() -> nn.Sequential:
