@@ -88,6 +88,36 @@ def test_every_optimizer_trains_on_path_values(name: str) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
+class Ready(torch.optim.Adagrad):
+    """Has its state from the start, as Adagrad had before torch 2.13, and misses it in a step."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr=lr)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p].update(step=torch.tensor(0.0), sum=torch.full_like(p, 0.5))
+
+    def step(self, closure: Any = None) -> Any:
+        assert all("sum" in self.state[p] for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+def test_state_that_an_inner_optimizer_is_made_with_is_kept() -> None:
+    one, two, three = without_units(), without_units(), Net()
+    train(one, gspace.InGSpace(one, Ready), batches(10))
+    train(two, Ready(two.parameters()), batches(10))
+    assert_same(one, two)
+    optimizer = gspace.InGSpace(three, Ready)
+    train(three, optimizer, batches(1))
+    again = gspace.InGSpace(three, Ready)
+    again.load_state_dict(optimizer.state_dict())
+    before = {p: optimizer.state[p]["sum"].clone() for p in three.parameters() if p.grad is not None}
+    train(three, again, batches(1))
+    assert before
+    for p, old in before.items():
+        assert again.state[p]["step"] == 2
+        assert (again.state[p]["sum"] >= old).all()
+
+
 def test_in_gspace_sgd_is_gsgd() -> None:
     """Two implementations of one algorithm, with a schedule of learning rate and momentum."""
     options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}

@@ -110,6 +110,10 @@ class InGSpace(GSpaceOptimizer):
                 [torch.empty_like(v, requires_grad=False) for v in shown],
                 owners | {p: p for some in built.outside for p in some},
             )
+            for v, new in self._inner.optimizer.state.items():  # made with the optimizer (Adagrad before torch 2.13)
+                kept = self.state[self._inner.owners[v]]
+                if len(kept) == (KEY in kept):
+                    kept.update(new)
         return self._inner
 
     # One step ---------------------------------------------------------------------------------------------------------
