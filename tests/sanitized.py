@@ -54,7 +54,8 @@ def compared(seed: int) -> float | None:
         gspace.GSGD(m, 0.05, analysis=analysis, foreach=flag, **options)
         for m, flag in ((model, False), (copy.deepcopy(model), None))
     ]
-    if native.NativeStep.refusal(pair[1]._current(), pair[1]._rules()) is not None:
+    built = pair[1]._current()
+    if not built.weights or native.NativeStep.refusal(built, pair[1]._rules()) is not None:
         return None
     pair[1].use(native.NativeStep, TILES[seed // 5 % len(TILES)])
     for step in range(3):

@@ -119,6 +119,7 @@ class Pin:
         return self.told(str(self.count))
 
     def told(self, count: str) -> str:
+        """Its line, with `count` channels: equal ones are told once, "8 × 12"."""
         return f"{count} channels at {self.where} ({self.operation}): {self.reason}"
 
 
