@@ -2,6 +2,8 @@
 
 python examples/hf_trainer.py
 torchrun --nproc-per-node 2 examples/hf_trainer.py
+
+transformers imports torchvision where it is installed: take both from one index, or leave torchvision out.
 """
 
 from typing import Any

@@ -264,7 +264,8 @@ BAD = {
     "unknown pin": (["analyze", MLP, "--pin", "absent"], "absent"),
     "unknown choice": (["analyze", MLP, "--residual", "cut"], "invalid choice: 'cut'"),
     "negative seed": (["analyze", MLP, "--seed", "-1"], "is no seed"),
-    "unknown option": (["analyze", MLP, "--absent"], "unrecognized arguments: --absent"),
+    "unknown option": (["analyze", MLP, "--absent"], "unrecognized arguments: --absent (see gspace analyze --help)"),
+    "unknown option of all": (["--absent", "demo"], "unrecognized arguments: --absent (see gspace --help)"),
     "unknown command": (["absent"], "invalid choice: 'absent'"),
     "no command": ([], "COMMAND"),
 }

@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # λ where the encoding has none
     try:
-        args = build_parser(argv[0] if argv else None).parse_args(argv)
+        args, unknown = build_parser(argv[0] if argv else None).parse_known_args(argv)
+        if unknown:
+            args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
         return int(args.run(args))
     except KeyboardInterrupt:
         print("gspace: stopped by SIGINT", file=sys.stderr)
@@ -81,6 +83,7 @@ def build_parser(chosen: str | None) -> Parser:
     """The parser of all commands, with the options of the chosen one."""
     parser = Parser(prog="gspace", description="Train ReLU networks in the space their function lives in.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {gspace.__version__}")
+    parser.set_defaults(refuse=parser.error)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (text, place) in COMMANDS.items():
         subparser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -91,5 +94,5 @@ def build_parser(chosen: str | None) -> Parser:
             except ModuleNotFoundError as error:
                 raise RequestError(f"'gspace {name}' needs {error.name}: pip install 'gspace[lab]'") from error
             module.configure(subparser)
-            subparser.set_defaults(run=module.run)
+            subparser.set_defaults(run=module.run, refuse=subparser.error)
     return parser

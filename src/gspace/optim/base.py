@@ -225,7 +225,6 @@ class GSpaceOptimizer(Optimizer):
 
     profile_hook_step = staticmethod(hooked)  # torch wraps `step` in it when the first optimizer of a class is made
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. `torch.compile` follows it once a skeleton is chosen; the first one is a call from its graph."""
         if not torch.compiler.is_compiling():
@@ -284,6 +283,7 @@ class GSpaceOptimizer(Optimizer):
     def _whole(self, built: Built) -> Sequence[tuple[Tensor, int]] | None:
         """Other parameters that a compiled step moves too, with their groups; None: it only shows and gives."""
 
+    @torch.no_grad()
     def _by_kernels(self, built: Built, way: Bound) -> bool:
         """A compiled step; False, and nothing has moved, if torch's operations must see to it."""
         shown, path_grads = self._canvas(built)
@@ -299,6 +299,7 @@ class GSpaceOptimizer(Optimizer):
             self._require_paths(self._measured(built), built.weights)
         return outcome == Outcome.TAKEN  # or no gradient has come, one is sparse or not finite, or a sum of w·g is not
 
+    @torch.no_grad()
     def _by_torch(self, built: Built) -> None:
         """A step in torch's operations."""
         if all(w.grad is None for w in built.weights):

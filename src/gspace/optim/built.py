@@ -46,18 +46,18 @@ class Built:
 
     def holds(self, groups: Groups, state: Any) -> bool:
         """Whether it was built from just this."""
-        return _seen(groups, _tables(groups, state)) == self.seen
+        return _seen(groups, state)[1] == self.seen
 
 
-def _tables(groups: Groups, state: Any) -> list[Tensor | None]:
-    return [state.get(p, _NOTHING).get(KEY) for group in groups for p in group["params"]]
+def _seen(groups: Groups, state: Any) -> tuple[list[Tensor | None], tuple[list[Any], ...]]:
+    """The tables of all parameters, and what `holds` compares.
 
-
-def _seen(groups: Groups, tables: Sequence[Tensor | None]) -> tuple[list[Any], ...]:
-    """What is compared by identity, `Built` holds: nothing else can come in its place."""
+    What is compared by identity, `Built` holds: nothing else can come in its place.
+    """
     listed = [p for group in groups for p in group["params"]]
+    tables = [state.get(p, _NOTHING).get(KEY) for p in listed]
     sizes, strides = [len(group["params"]) for group in groups], list(map(Tensor.stride, listed))
-    return sizes, list(map(id, listed)), list(map(_LOOKS, listed)), strides, list(map(id, tables))
+    return tables, (sizes, list(map(id, listed)), list(map(_LOOKS, listed)), strides, list(map(id, tables)))
 
 
 def build(
@@ -77,16 +77,5 @@ def build(
     inside = {id(w) for w in weights}
     outside = [[p for p in group["params"] if id(p) not in inside] for group in groups]
     ratio, raw = torch.ones(2, chosen.skeleton.H + 1, dtype=dtype, device=planned.root.device).unbind()
-    tables = _tables(groups, state)
-    return Built(
-        chosen,
-        planned,
-        weights,
-        of_weights,
-        outside,
-        unit_group,
-        (ratio, raw),
-        dtype,
-        tables,
-        _seen(groups, tables),
-    )
+    kept = _seen(groups, state)
+    return Built(chosen, planned, weights, of_weights, outside, unit_group, (ratio, raw), dtype, *kept)
