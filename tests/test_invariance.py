@@ -12,6 +12,7 @@ import dense
 import gspace
 import zoo
 from invariance import draw_inputs
+from turns import turns
 
 
 def _train(models: list[nn.Module], make: Any, x: Tensor, y: Tensor, steps: int) -> list[Tensor]:
@@ -111,12 +112,32 @@ def test_options_are_invariant(options: dict[str, Any]) -> None:
     assert _gap(a, b) < 1e-6
 
 
-@pytest.mark.parametrize("inner", [torch.optim.Adam, torch.optim.RMSprop], ids=lambda c: c.__name__)
-def test_any_optimizer_in_g_space_is_invariant(inner: Any) -> None:
-    build, shape, residual = NETWORKS["mlp"]
-    models, x, y = _pair(build, shape, skeleton=False, residual=residual)
-    a, b = _train(models, lambda m: gspace.InGSpace(m, inner, lr=1e-3, reference="balanced"), x, y, 200)
+INNER: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Adam": (torch.optim.Adam, {}),
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {}),
+    "Muon": (torch.optim.Muon, {}),  # takes matrices alone
+}
+
+
+@turns(
+    "name, reference, inner",
+    [*NETWORKS, "no-bias"],
+    ["one", "balanced"],
+    INNER,
+    allowed=lambda name, reference, inner: inner != "Muon" or name in ("residual", "residual-tie", "shared", "no-bias"),
+)
+def test_any_optimizer_in_g_space_is_invariant(name: str, reference: Any, inner: str) -> None:
+    build, shape, residual = {**NETWORKS, "no-bias": (lambda: zoo.mlp(8, 16, 6, bias=False), (8,), "pin")}[name]
+    models, x, y = _pair(build, shape, skeleton=reference == "one", residual=residual)
+    found = gspace.analyze(models[0], residual=residual)  # type: ignore[arg-type]
+    make, options = INNER[inner]
+    first = models[0](x).detach()
+    a, b = _train(
+        models, lambda m: gspace.InGSpace(m, make, lr=1e-3, reference=reference, analysis=found, **options), x, y, 200
+    )
     assert _gap(a, b) < 1e-6
+    assert _gap(first, a) > 1e-3
 
 
 def test_guards_are_invariant() -> None:
