@@ -36,7 +36,7 @@ from gspace.lab.experiments import G_SGD, HELD, cifar
 from gspace.lab.learners import initial_model, loss_and_errors
 from gspace.lab.models import build_optimizer, symmetry
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import environment
+from gspace.lab.record import Json, environment
 from gspace.lab.seeds import derive
 from gspace.lab.transform import Feed, epoch_rows, feed
 from gspace.optim.coordinates import Coordinates, coordinates, off_skeleton
@@ -49,8 +49,6 @@ QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 THIRDS = ("first", "middle", "last")
 SHOWN = (10, 199)  # those of them that are on the page
 FAR = 2.0  # a path has left when its value is outside of [1/2, 2]
-
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -138,11 +136,11 @@ def quantiles(values: Tensor) -> list[float]:
 
 
 @torch.no_grad()
-def look(optimizer: GSGD, at: Coordinates, where: Depths, model: nn.Module, lr: float) -> Line:
+def look(optimizer: GSGD, at: Coordinates, where: Depths, model: nn.Module, lr: float) -> Json:
     """Everything of one iteration, by thirds: with gradients, before the step."""
     weights = dict(model.named_parameters())
     sizes = path_sizes(at, model)
-    found: Line = {"path": [quantiles(sizes[where.unit == third]) for third in range(len(THIRDS))]}
+    found: Json = {"path": [quantiles(sizes[where.unit == third]) for third in range(len(THIRDS))]}
     factors: list[list[Tensor]] = [[] for _ in THIRDS]
     steps: list[list[float]] = [[] for _ in THIRDS]
     sizes_of_weights: list[list[float]] = [[] for _ in THIRDS]
@@ -164,7 +162,7 @@ def look(optimizer: GSGD, at: Coordinates, where: Depths, model: nn.Module, lr: 
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-def train(variant: Variant, width: int, seed: int, source: Feed, iterations: int) -> Line:
+def watched(variant: Variant, width: int, seed: int, source: Feed, iterations: int) -> Json:
     """One run: the loss of each batch, the share of units whose path has left [1/2, 2], and the looks."""
     recipe = recipe_of(variant, width, seed, iterations)
     model = initial_model(recipe, source).train()
@@ -179,7 +177,7 @@ def train(variant: Variant, width: int, seed: int, source: Feed, iterations: int
     left: list[float] = []
     extremes: list[list[float]] = []
     ratios: list[list[float]] = []
-    looks: dict[str, Line] = {}
+    looks: dict[str, Json] = {}
     ended, begun = "finished", time.perf_counter()
     for k in range(iterations):
         optimizer.zero_grad()
@@ -223,16 +221,16 @@ def measure(numbers: Sequence[int], width: int, seed: int, iterations: int, out:
     """Trains these variants; all other runs that `out` has are kept."""
     torch.set_num_threads(1)
     source = feed(load("cifar10", data_dir), "standard", "crop-flip")
-    kept: list[Line] = json.loads(out.read_text())["runs"] if out.exists() else []
+    kept: list[Json] = json.loads(out.read_text())["runs"] if out.exists() else []
     for number in numbers:
-        run = train(VARIANTS[number], width, seed, source, iterations)
+        run = watched(VARIANTS[number], width, seed, source, iterations)
         kept = [old for old in kept if key(old) != key(run)] + [run]
         record = {"command": "python benchmarks/chain.py", "environment": environment(), "runs": sorted(kept, key=key)}
         out.write_text(json.dumps(record) + "\n")
         print(*key(run), run["variant"], run["seconds"], run["ended"], run["loss"][-1], flush=True)
 
 
-def key(run: Line) -> tuple[int, int, int]:
+def key(run: Json) -> tuple[int, int, int]:
     """Width, place of the variant, seed: what a record has once."""
     return run["width"], [variant.label for variant in VARIANTS].index(run["variant"]), run["seed"]
 
@@ -291,21 +289,21 @@ SAID = {
 }
 
 
-def grouped(runs: Sequence[Line]) -> dict[tuple[int, str], list[Line]]:
+def grouped(runs: Sequence[Json]) -> dict[tuple[int, str], list[Json]]:
     """Runs that differ in their seed alone, by width and variant."""
-    found: dict[tuple[int, str], list[Line]] = {}
+    found: dict[tuple[int, str], list[Json]] = {}
     for run in runs:
         found.setdefault((run["width"], run["variant"]), []).append(run)
     return found
 
 
-def ends(runs: Sequence[Line], name: str) -> tuple[float, float]:
+def ends(runs: Sequence[Json], name: str) -> tuple[float, float]:
     """The smallest and the largest of all pairs called `name`, in all iterations of all runs."""
     pairs = [pair for run in runs for pair in run[name]]
     return min(low for low, _ in pairs), max(high for _, high in pairs)
 
 
-def last_loss(run: Line) -> float:
+def last_loss(run: Json) -> float:
     """Mean over the last quarter of the batches."""
     return fmean(run["loss"][-(len(run["loss"]) // 4) :])
 
@@ -314,21 +312,21 @@ def number(x: float) -> str:
     return f"{x:.2f}" if 0.1 <= abs(x) < 100 else f"{x:.1e}"
 
 
-def away(run: Line) -> str:
+def away(run: Json) -> str:
     """Since when some path was outside of [1/2, 2], and how often."""
     iterations = [k for k, share in enumerate(run["left"]) if share > 0]
     return f"{iterations[0]} ({len(iterations)})" if iterations else "never"
 
 
-def summary(runs: Sequence[Line]) -> str:
+def summary(runs: Sequence[Json]) -> str:
     """Cells of the first table, behind width and variant."""
     losses = [last_loss(run) for run in runs]
-    spread = f" ± {stdev(losses):.2f}" if len(losses) > 1 else ""
+    std = f" ± {stdev(losses):.2f}" if len(losses) > 1 else ""
     cells = [
         str(len(runs)),
         ", ".join(sorted({str(len(run["loss"])) for run in runs})),
         f"{max(max(run['loss']) for run in runs):.2f}",
-        f"{fmean(losses):.2f}{spread}",
+        f"{fmean(losses):.2f}{std}",
         " to ".join(map(number, ends(runs, "ratios"))),
         " to ".join(map(number, ends(runs, "extremes"))),
         ", ".join(map(away, runs)),
@@ -337,7 +335,7 @@ def summary(runs: Sequence[Line]) -> str:
     return " | ".join(cells)
 
 
-def by_depth(runs: Sequence[Line], name: str) -> list[str]:
+def by_depth(runs: Sequence[Json], name: str) -> list[str]:
     """One line for each look of `SHOWN` that all have: quantiles by thirds, each the median over the seeds."""
     lines = []
     for step in (str(k) for k in SHOWN if all(str(k) in run["looks"] for run in runs)):
@@ -355,7 +353,7 @@ def wrapped(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False, break_long_words=False)
 
 
-def page(record: Line) -> str:
+def page(record: Json) -> str:
     where = record["environment"]
     groups = [(f"{width} | {label}", runs) for (width, label), runs in grouped(record["runs"]).items()]
     machine = f"torch {where['torch']}, {where['platform']}, one thread of a CPU"

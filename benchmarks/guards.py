@@ -86,7 +86,7 @@ def optimizer(model: nn.Module, lr: float, guards: tuple[float, float] | None) -
 Ends = tuple[float | None, float | None]
 
 
-def train(model: nn.Module, step: torch.optim.Optimizer, data: tuple[Tensor, ...], seed: int) -> Ends:
+def ends(model: nn.Module, step: torch.optim.Optimizer, data: tuple[Tensor, ...], seed: int) -> Ends:
     """Training loss and test error after `STEPS` steps; (None, None) if the loss left the finite numbers."""
     x, y, x_test, y_test = data
     generator = torch.Generator().manual_seed(seed)
@@ -154,7 +154,7 @@ def measure() -> dict[str, Any]:
             runs = []
             for seed in range(SEEDS):
                 model = start(build, how, seed)
-                runs.append(train(model, optimizer(model, lr, guards), data, seed))
+                runs.append(ends(model, optimizer(model, lr, guards), data, seed))
             row: dict[str, Any] = {"network": network, "start": how, "lr": lr, "guards": name}
             rows.append({**row, "train_loss": [r[0] for r in runs], "test_error": [r[1] for r in runs]})
             print(row, rows[-1]["test_error"], flush=True)

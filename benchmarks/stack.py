@@ -31,7 +31,7 @@ from gspace.lab.cells import Method, seeds
 from gspace.lab.experiments import FASHION, G_SGD, SGD
 from gspace.lab.learners import largest_stack
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import Line, environment
+from gspace.lab.record import Json, environment
 from gspace.lab.train import train, train_many
 
 SEEDS = 5
@@ -40,18 +40,18 @@ METHODS = (SGD, G_SGD)
 EPOCH = FASHION.but(epochs=1.0, eval_every=60_000 // 64)  # tested after each epoch, as in a run of 100
 TEST_IMAGES = 10_000
 
-Train = Callable[[Sequence[Recipe], Path], list[Line]]
+Train = Callable[[Sequence[Recipe], Path], list[Json]]
 
 
-def alone(recipes: Sequence[Recipe], out: Path) -> list[Line]:
+def alone(recipes: Sequence[Recipe], out: Path) -> list[Json]:
     return [train(recipe, out) for recipe in recipes]
 
 
-def stacked(recipes: Sequence[Recipe], out: Path) -> list[Line]:
+def stacked(recipes: Sequence[Recipe], out: Path) -> list[Json]:
     return train_many(recipes, out)
 
 
-def timed(way: Train, recipes: Sequence[Recipe]) -> tuple[float, list[Line]]:
+def timed(way: Train, recipes: Sequence[Recipe]) -> tuple[float, list[Json]]:
     """Seconds of the call, and the summaries of the runs."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -59,7 +59,7 @@ def timed(way: Train, recipes: Sequence[Recipe]) -> tuple[float, list[Line]]:
         return time.perf_counter() - start, found
 
 
-def difference(a: Sequence[Line], b: Sequence[Line]) -> Line:
+def difference(a: Sequence[Json], b: Sequence[Json]) -> Json:
     """Largest over the seeds: relative, of the loss on all training images at the end; in images, of the test error."""
     loss = max(abs(x["fit_loss"] / y["fit_loss"] - 1) for x, y in zip(a, b, strict=True))
     epoch = max(abs(x["train_loss"] / y["train_loss"] - 1) for x, y in zip(a, b, strict=True))
@@ -67,14 +67,14 @@ def difference(a: Sequence[Line], b: Sequence[Line]) -> Line:
     return {"seeds": len(a), "final_loss": loss, "mean_loss_of_epoch": epoch, "test_images": images}
 
 
-def compare(h: int, method: Method, repeats: int, checked: int) -> Line:
+def compare(h: int, method: Method, repeats: int, checked: int) -> Json:
     """One row: `repeats` pairs of timings on all seeds; the other checks on the first `checked` seeds."""
     recipes = seeds(method.on(EPOCH, hidden=(h, h)), SEEDS)
     for way in (alone, stacked):
         timed(way, [recipe.but(epochs=None, iterations=20, eval_every=20) for recipe in recipes])
     size = largest_stack(recipes[0], "cpu")
     seconds: dict[Train, list[float]] = {alone: [0.0] * repeats, stacked: [0.0] * repeats}
-    found: dict[Train, list[Line]] = {}
+    found: dict[Train, list[Json]] = {}
     for repeat in range(repeats):
         found = {alone: [], stacked: []}
         for turn, first in enumerate(range(0, SEEDS, size), repeat):  # what makes one stack is measured in one go
@@ -113,12 +113,12 @@ HEADER = (
 )
 
 
-def row(line: Line) -> str:
+def row(line: Json) -> str:
     ratio, differences = line["ratio"], line["difference"]
-    spread = f"{median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})"
+    faster = f"{median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})"
     losses = [f"{differences[name]['final_loss']:.0e}" for name in ("float64", "float32", "threads")]
     times = [f"{median(line[name]):.2f}" for name in ("alone_s", "stacked_s")]
-    cells = [line["h"], line["method"], *times, spread, line["repeats"], line["stack"], *losses]
+    cells = [line["h"], line["method"], *times, faster, line["repeats"], line["stack"], *losses]
     return f"| {' | '.join(map(str, cells))} |"
 
 

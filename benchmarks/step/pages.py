@@ -32,8 +32,8 @@ def environment() -> dict[str, Any]:
 def show(times: Sequence[Time]) -> None:
     for t in times:
         where = f"{t.section} {t.network} {t.mode} {t.precision}{' momentum' if t.momentum else ''}"
-        spread, ratio = f"[{t.p10_us:.1f}, {t.p90_us:.1f}]", "" if t.ratio is None else f"{t.ratio:.3f}"
-        print(f"{where:56} {t.optimizer:34} {t.median_us:10.1f} µs {spread:22} {ratio} {t.note}", flush=True)
+        range_us, ratio = f"[{t.p10_us:.1f}, {t.p90_us:.1f}]", "" if t.ratio is None else f"{t.ratio:.3f}"
+        print(f"{where:56} {t.optimizer:34} {t.median_us:10.1f} µs {range_us:22} {ratio} {t.note}", flush=True)
 
 
 def write(times: Sequence[Time], earlier: Sequence[Mapping[str, str]], path: Path) -> None:
@@ -96,8 +96,7 @@ def draw(path: Path) -> None:
     axes.set_xticks(range(len(bars)), ["\n".join(group) for group in bars], fontsize=8)
     axes.set_ylabel("iterations per second, % of torch's SGD")
     axes.legend(fontsize=8, loc="lower left")
-    for suffix in (".svg", ".png"):
-        figure.savefig(path.with_suffix(suffix))
+    figure.savefig(path.with_suffix(".svg"))
 
 
 def page(folder: Path, figures: str = "../results") -> str:

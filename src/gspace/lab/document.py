@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
-from string import Template
 from typing import NamedTuple
 
+from jinja2 import Template
 from markdown_it import MarkdownIt
 
 
@@ -48,7 +48,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. `ticks` name x = 0, 1, 2, ..., if x is no number; the series are then points, not lines."""
+    """One pair of axes."""
 
     title: str
     x_label: str
@@ -56,7 +56,6 @@ class Panel:
     series: tuple[Series, ...]
     log_x: bool = False
     log_y: bool = False
-    ticks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,15 +112,15 @@ def page(document: Document, figures: Mapping[str, bytes]) -> str:
     for k, token in enumerate(tokens):
         if token.type == "heading_open" and token.tag == "h2":
             token.attrSet("id", f"section-{k}")
-            links.append(f'<a href="#section-{k}">{render.renderInline(tokens[k + 1].content)}</a>')
+            links.append((f"section-{k}", render.renderInline(tokens[k + 1].content)))
         for child in token.children or ():
             if child.type == "image":
                 picture = figures[Path(str(child.attrGet("src"))).stem]
                 child.attrSet("src", f"data:image/svg+xml;base64,{b64encode(picture).decode()}")
     body = render.renderer.render(tokens, render.options, {})
     body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
-    template = Template((files("gspace.lab") / "page.html").read_text(encoding="utf-8"))
-    return template.substitute(title=html.escape(document.title), links="".join(links), body=body)
+    template = Template((files("gspace.lab") / "page.html").read_text(encoding="utf-8"), autoescape=True)
+    return template.render(title=document.title, links=links, body=body)
 
 
 def code(text: str) -> str:

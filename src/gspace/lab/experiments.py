@@ -69,6 +69,7 @@ def grid_cells(part: str, row: str, method: Method, grid: Grid, axis: Axis | Non
 
 GRID = "grid of rates, validation images"
 RATE = Axis("learning rate", lambda recipe: recipe.lr)
+WIDTH = Axis("width h", lambda recipe: recipe.hidden[0])
 DECAY = Axis("λ", lambda recipe: recipe.weight_decay)
 
 
@@ -145,7 +146,8 @@ def signs(quick: bool, scores: Scores) -> Iterator[Cell]:
     fashion = QUICK_FASHION if quick else FASHION.but(epochs=30.0)
     for h in (8, 32) if quick else (8, 32, 128):
         for method in SIGNS:
-            yield Cell("MLPs", f"h = {h}", method, seeds(method.on(fashion, hidden=(h, h)), 3 if quick else 9))
+            runs = seeds(method.on(fashion, hidden=(h, h)), 3 if quick else 9)
+            yield Cell("MLPs", f"h = {h}", method, runs, axis=WIDTH)
     base = brief(cifar("plain-34", "cifar10", quick=quick))
     for method in SIGNS:
         yield Cell("plain network", base.model, method, seeds(method.on(base), 1 if quick else 3))

@@ -1,6 +1,6 @@
 """`gspace report RUNS ...`: tables, figures and one HTML page, from recorded runs alone.
 
-    gspace report runs --out report             # report.md, report.html, figures/*.png and *.svg
+    gspace report runs --out report             # report.md, report.html, figures/*.svg
     gspace report runs --export results         # adds the finished runs to results/table-1.jsonl and the like: small
                                                 # records to commit, from which a report can be made again
 
@@ -70,9 +70,9 @@ def publish(document: Document, out: Path) -> list[Path]:
     with steps(len(document.sections)) as begin:
         for some in document.sections:
             begin(f"draw {some.name}")
-            drawn += draw(some.panels, out / "figures" / some.name) if some.panels else []
+            drawn += [draw(some.panels, out / "figures" / f"{some.name}.svg")] if some.panels else []
     write_atomic(text, markdown(document, "figures").encode())
-    pictures = {path.stem: path.read_bytes() for path in drawn if path.suffix == ".svg"}
+    pictures = {path.stem: path.read_bytes() for path in drawn}
     write_atomic(html, page(document, pictures).encode())
     return [text, html, *drawn]
 
