@@ -58,6 +58,8 @@ REFERENCE = {
     ),
 }
 
+# What an optimizer has of the class that GSGD and InGSpace share.
+SHARED = "\n    options: {inherited_members: [incoming, outgoing, rechoose, statistics]}"
 STORY = "::: {}\n    options: {{members: false, show_root_heading: false}}"  # what a module says of itself
 
 
@@ -68,7 +70,8 @@ def on_files(files: Files, config: Any) -> Files:
     check(griffe.load("gspace", search_paths=[ROOT / "src"]))
     for name, (title, module, names) in REFERENCE.items():
         told = [STORY.format(module)] if module != "gspace" else []
-        body = "\n\n".join([*told, *(f"::: {module}.{listed}" for listed in names.split())])
+        shown = (f"::: {module}.{listed}{SHARED * (listed in ('GSGD', 'InGSpace'))}" for listed in names.split())
+        body = "\n\n".join([*told, *shown])
         files.append(File.generated(config, f"reference/{name}.md", content=f"# {title}\n\n{body}\n"))
     return files
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import gspace
 from gspace.lab.cli import COMMANDS
@@ -117,6 +118,24 @@ def test_every_public_call_has_an_example() -> None:
     assert named.keys() - told - RESULTS - {"Mappings", "Side"} == set()
     story = inspect.getdoc(gspace.paths) or ""
     assert {name for name in gspace.paths.__all__ if f"{name}(" not in story} == {"Basis", "Path", "Wiring"}
+
+
+# Public only so that other modules of the library may call them.
+INSIDE = {"adopt", "chosen", "coordinates", "fits", "part", "told", "use"}
+
+
+def test_every_public_method_has_an_example() -> None:
+    """In a block of a page or in a doctest; what torch's optimizers have too is theirs to show."""
+    code = "\n".join(block for path in RUN for block in blocks(path.read_text(encoding="utf-8")))
+    classes = {item for part in (gspace, gspace.quantization) for item in vars(part).values() if inspect.isclass(item)}
+    wanted: set[str] = set()
+    for owner in {base for item in classes for base in item.__mro__ if base.__module__.startswith("gspace")}:
+        code += inspect.getdoc(owner) or ""
+        for name, item in vars(owner).items():
+            if inspect.isroutine(item) or isinstance(item, property):
+                code += inspect.getdoc(item) or ""
+                wanted |= {name} - set(dir(torch.optim.Optimizer))
+    assert {name for name in wanted if name[0] != "_" and not re.search(rf"\.{name}\b", code)} == INSIDE
 
 
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.name)
