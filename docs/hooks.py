@@ -59,7 +59,7 @@ REFERENCE = {
 }
 
 # What an optimizer has of the class that GSGD and InGSpace share.
-SHARED = "\n    options: {inherited_members: [incoming, outgoing, rechoose, statistics]}"
+SHARED = "\n    options: {inherited_members: [rechoose, statistics]}"
 STORY = "::: {}\n    options: {{members: false, show_root_heading: false}}"  # what a module says of itself
 
 

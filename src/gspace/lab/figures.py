@@ -122,7 +122,7 @@ def _panel(axes: Axes, panel: Panel) -> None:
             axes.set(**{f"{axis.axis_name}scale": "log"})
             _number(axis)
     below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": 2, "frameon": False}
-    axes.legend(fontsize=7, framealpha=0.6, **(below if len(panel.series) > MANY else {}))
+    axes.legend(fontsize=8, framealpha=0.6, **(below if len(panel.series) > MANY else {}))
 
 
 def _number(axis: Axis) -> None:

@@ -130,7 +130,8 @@ def section(part: Part, found: Found) -> Section:
     label = f" ({variant.label})" if variant.label else ""
     stands = sorted({data_label(cell.recipes[0]) for cell in cells if cell.recipes[0].stands_for})
     warnings = [*filter(None, [variant.label.capitalize()]), *(f"Not the paper's data: {stand}" for stand in stands)]
-    text = (experiment.question, *experiment.notes, *(f"**{warning}.**" for warning in warnings))
+    notes = "\n".join(f"- {note}" for note in experiment.notes)
+    text = (experiment.question, *filter(None, [notes]), *(f"**{warning}.**" for warning in warnings))
     title, command = f"{experiment.name}: {source}{label}", f"{experiment.command}{variant.flags}"
     name = experiment.name + variant.flags.replace(" --length ", "-").replace(" --", "-").replace("/", "-of-")
     return Section(name, title, command, text, tuple(tables(cells, found)), tuple(panels(cells, found)))
