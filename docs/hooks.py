@@ -86,7 +86,8 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
         inside = target.relative_to(DOCS).as_posix() if target.is_relative_to(DOCS) else None
         there = MOVED.get(target, inside)
         if there is None and target.exists() and found[1][0] == "[":
-            return f"{found[1][1:-1]} (`{target.relative_to(ROOT).as_posix()}`)"
+            text, place = found[1][1:-1], f"`{target.relative_to(ROOT).as_posix()}`"
+            return place if text.strip("/") == target.name else f"{text} ({place})"
         return f"{found[1]}({os.path.relpath(there or found[2], Path(uri).parent)}{found[3] or ''})"
 
     return LINK.sub(moved, text)
