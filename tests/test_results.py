@@ -157,6 +157,9 @@ def test_the_pages_of_the_benchmarks_are_those_of_their_records(monkeypatch: pyt
     assert (ROOT / "docs" / "guards.md").read_text(encoding="utf-8") == benchmark("guards", monkeypatch).table(guards)
     chain = json.loads((ROOT / "results" / "chain.json").read_text(encoding="utf-8"))
     assert (ROOT / "docs" / "chain.md").read_text(encoding="utf-8") == benchmark("chain", monkeypatch).page(chain)
+    gaps = json.loads((ROOT / "results" / "invariance.json").read_text(encoding="utf-8"))
+    shown = (ROOT / "docs" / "invariance.md").read_text(encoding="utf-8")
+    assert shown == benchmark("invariance", monkeypatch).page(gaps)
     speed = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
     assert speed == benchmark("step.pages", monkeypatch).page(ROOT / "results")
     compared = [line.split(" | ") for line in speed.splitlines() if " GSGD fused " in line]
