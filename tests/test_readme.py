@@ -68,6 +68,11 @@ def test_the_readme_is_short() -> None:
     assert [line for line in lines if len(line) > 120] == []
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_no_page_holds_what_a_merge_left(path: Path) -> None:
+    assert not re.search(r"^(<{7}|={7}|>{7})( |$)", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def anchors(text: str) -> set[str]:
     """Of the headings, as GitHub and mkdocs write them."""
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)

@@ -69,8 +69,8 @@ def show(told: "Moment") -> None:
 
 @contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar of so many steps; is told what comes next."""
-    if not seen() or find_spec("rich") is None:
+    """A bar of so many steps, none if there are none; is told what comes next."""
+    if not total or not seen() or find_spec("rich") is None:
         yield lambda name: None
         return
     shown = bars()
