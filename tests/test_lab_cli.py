@@ -357,7 +357,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
         2,
         "iterations must be at most 1e+09, not 1000000000000",
     ),
-    "no length": (nothing, ["train"], 2, "either iterations or epochs"),
+    "no length": (nothing, ["train"], 2, "a run needs a length"),
     "refused by the optimizer": (
         nothing,
         [*TINY, "--max-ratio", "inf", "--allocation", "spread", "--optimizer", "gsgd"],

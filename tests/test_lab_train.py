@@ -548,7 +548,7 @@ def test_a_bad_queue_is_refused_on_one_line(tmp_path: Path) -> None:
 
 def test_a_bad_recipe_of_a_queue_is_named_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "jobs.json"
-    for bad, message in (({"epochs": 1, "lrr": 1}, "unknown recipe field 'lrr'"), ({}, "either iterations or epochs")):
+    for bad, message in (({"epochs": 1, "lrr": 1}, "unknown recipe field 'lrr'"), ({}, "a run needs a length")):
         path.write_text(json.dumps([{"epochs": 1}, bad, {"epochs": 2}]))
         with pytest.raises(RequestError) as caught:
             read_queue(path)

@@ -62,7 +62,8 @@ def _read(path: Path) -> list[Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RequestError(f"cannot read the table {str(path)!r}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"cannot read the table {str(path)!r}: {why}") from error
     if not isinstance(table, list) or not table:
         raise RequestError(f"{str(path)!r} holds no table: write a list of [smooth layer, [balance layers]]")
     return table
