@@ -36,7 +36,7 @@ from gspace.lab.experiments import G_SGD, HELD, cifar
 from gspace.lab.learners import initial_model, loss_and_errors
 from gspace.lab.models import build_optimizer, symmetry
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import environment
+from gspace.lab.record import Json, environment
 from gspace.lab.seeds import derive
 from gspace.lab.transform import Feed, epoch_rows, feed
 from gspace.optim.coordinates import Coordinates, coordinates, off_skeleton
@@ -49,8 +49,6 @@ QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 THIRDS = ("first", "middle", "last")
 SHOWN = (10, 199)  # those of them that are on the page
 FAR = 2.0  # a path has left when its value is outside of [1/2, 2]
-
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -138,11 +136,11 @@ def quantiles(values: Tensor) -> list[float]:
 
 
 @torch.no_grad()
-def look(optimizer: GSGD, at: Coordinates, where: Depths, model: nn.Module, lr: float) -> Line:
+def look(optimizer: GSGD, at: Coordinates, where: Depths, model: nn.Module, lr: float) -> Json:
     """Everything of one iteration, by thirds: with gradients, before the step."""
     weights = dict(model.named_parameters())
     sizes = path_sizes(at, model)
-    found: Line = {"path": [quantiles(sizes[where.unit == third]) for third in range(len(THIRDS))]}
+    found: Json = {"path": [quantiles(sizes[where.unit == third]) for third in range(len(THIRDS))]}
     factors: list[list[Tensor]] = [[] for _ in THIRDS]
     steps: list[list[float]] = [[] for _ in THIRDS]
     sizes_of_weights: list[list[float]] = [[] for _ in THIRDS]
@@ -164,7 +162,7 @@ def look(optimizer: GSGD, at: Coordinates, where: Depths, model: nn.Module, lr: 
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-def train(variant: Variant, width: int, seed: int, source: Feed, iterations: int) -> Line:
+def watched(variant: Variant, width: int, seed: int, source: Feed, iterations: int) -> Json:
     """One run: the loss of each batch, the share of units whose path has left [1/2, 2], and the looks."""
     recipe = recipe_of(variant, width, seed, iterations)
     model = initial_model(recipe, source).train()
@@ -179,7 +177,7 @@ def train(variant: Variant, width: int, seed: int, source: Feed, iterations: int
     left: list[float] = []
     extremes: list[list[float]] = []
     ratios: list[list[float]] = []
-    looks: dict[str, Line] = {}
+    looks: dict[str, Json] = {}
     ended, begun = "finished", time.perf_counter()
     for k in range(iterations):
         optimizer.zero_grad()
@@ -223,16 +221,16 @@ def measure(numbers: Sequence[int], width: int, seed: int, iterations: int, out:
     """Trains these variants; all other runs that `out` has are kept."""
     torch.set_num_threads(1)
     source = feed(load("cifar10", data_dir), "standard", "crop-flip")
-    kept: list[Line] = json.loads(out.read_text())["runs"] if out.exists() else []
+    kept: list[Json] = json.loads(out.read_text())["runs"] if out.exists() else []
     for number in numbers:
-        run = train(VARIANTS[number], width, seed, source, iterations)
+        run = watched(VARIANTS[number], width, seed, source, iterations)
         kept = [old for old in kept if key(old) != key(run)] + [run]
         record = {"command": "python benchmarks/chain.py", "environment": environment(), "runs": sorted(kept, key=key)}
         out.write_text(json.dumps(record) + "\n")
         print(*key(run), run["variant"], run["seconds"], run["ended"], run["loss"][-1], flush=True)
 
 
-def key(run: Line) -> tuple[int, int, int]:
+def key(run: Json) -> tuple[int, int, int]:
     """Width, place of the variant, seed: what a record has once."""
     return run["width"], [variant.label for variant in VARIANTS].index(run["variant"]), run["seed"]
 
@@ -241,71 +239,72 @@ def key(run: Line) -> tuple[int, int, int]:
 
 
 PROSE = (
-    """Why one chain through all layers needs a bound, from the values themselves. Plain-34 by G-SGD from the
-    skeleton, CIFAR-10, rate 1.0, batch 128, rule `released`, float32: at the paper's width of 64 for the first
-    batches alone (17 to 18 s each on one core), at width 8 for 200. What the end of a training looks like
-    is in [fidelity](fidelity.md).""",
-    """*At width 64 paths leave at once, and only in one chain* (n = 1). Before step 2 the first are outside of
-    [1/2, 2], before step 7 a fifth of the units is; the largest value is 1,000 and stays there, since the step
-    of a path is divided by its own square too. Multipliers are 1e-7 behind it, where nothing learns any more,
-    and up to 190 in rows that have grown. Stage by stage no path leaves.""",
-    """*The square is not all of the cause.* All units of a path share one Ĩ, so the square does not compound
-    with depth; what grows with the layers behind a path is the sum in its gradient. And it does not begin with
-    path values: before step 0 the medians of the multipliers agree (0.19), yet in one chain a step is 13 to 16
-    times larger beside the weights (0.56 and 0.042 in the first third, medians over layers, `step` in the
-    record), R is 0.70 to 1.19 beside 0.99 to 1.01, and the loss goes from 3.2 to 12.1 in this one step, with
-    paths still inside. With paths held it goes to 12.8 as well, and is at 2.4 before step 7 (4.5 without a
-    guard; single batches, n = 1). Our reading: the start makes the burst, and a guard keeps it from carrying
-    paths to where they do not return from.""",
-    """*What makes the burst are the ones in the linear layer.* One chain starts elsewhere: its skeleton runs
-    through the linear layer too, with ones where torch draws at most 0.044. A chain that ends before that layer,
-    with all else the same and no guard, takes a first step of 0.046, 0.025 and 0.021 by thirds, as stage by
-    stage (0.042, 0.025 and 0.021); its loss rises as far as there (5.1 and 6.3), R stays within 0.68 and 1.82,
-    and at worst 0.5 % of the units are just outside of [1/2, 2], at 0.43 (n = 1). At width 8 nothing leaves with
-    either seed, and the losses of the last 50 batches are 1.82 and 1.84, the lowest of all. It was tried after
-    the others, because of what they showed; how it ends in a full training is not known.""",
-    """*Re-referencing does not help.* A new `GSGD` would be the same one: on this skeleton its reference is
-    "one", and it finds the values that were there (equal to rounding, `tests/test_results.py`). So I_ref ←
-    I_ref·v here, which makes every v 1 and takes the square out of the step. Done at every step, paths still
-    leave at width 64, the loss goes to 19.1 (n = 1), and weights off the skeleton grow from an rms of 0.024 to
-    0.92 in the first third (`weight` in the record): they are divided by R as before, and nothing bounds R.""",
-    """*At width 8 it depends on the seed, and costs little* (200 batches, n = 2 of the chains that are neither
-    bounded nor held nor re-referenced, else 1). With seed 0 one path is outside at one iteration. With seed 1 a
-    path changes its sign in step 11 and another value is multiplied by 521; later steps multiply by −2,438 and
-    14,760, and a fifth of the units stays outside, the largest value at 410. Yet the loss over the last 50 batches
-    is 2.00 and 1.93, beside 1.94 and 1.87 stage by stage: paths that have left do not by themselves stop a narrow
-    network in so short a time. Of seed 0 and chains through all layers alone: it is lowest with paths held (1.91)
-    and highest re-referenced at every step (2.07).""",
+    """G-SGD on one chain through all layers of Plain-34 needs a bound on path values. This page looks for the reason
+    in the values themselves. How such trainings end is in [fidelity](fidelity.md).""",
+    """The runs start from the skeleton: CIFAR-10, rate 1.0, batch 128, rule `released`, float32. At the paper's width
+    of 64 only the first batches were run, at width 8 there are 200. A path is *outside* when its value is not in
+    [1/2, 2]. "Stage by stage" means chains that end at each stage.""",
+    """*At width 64 paths leave at once, and only in one chain* (n = 1). The first are outside before step 2, a fifth
+    of the units before step 7. The largest value is 1,000. It stays there, because the step of a path is divided by
+    the square of its own value. Behind it multipliers are 1e-7, so nothing learns there any more. In rows that have
+    grown they are up to 190. Stage by stage no path leaves.""",
+    """*The square is not the whole cause.* All units of a path share one Ĩ, so the square does not compound with
+    depth. What grows with the layers behind a path is the sum in its gradient. It does not begin with path values
+    either: before step 0 the medians of the multipliers agree (0.19). Yet in one chain the first step is 13 to 16
+    times larger beside the weights (0.56 instead of 0.042 in the first third; medians over layers, `step` in the
+    record). R is 0.70 to 1.19 instead of 0.99 to 1.01. In this one step the loss goes from 3.2 to 12.1, with all
+    paths still inside. With paths held it goes to 12.8 too, but is back at 2.4 before step 7 (4.5 without a guard;
+    single batches, n = 1). Our reading: the start makes the burst. A guard keeps the burst from carrying paths to
+    where they do not return from.""",
+    """*The burst comes from the ones in the linear layer.* The skeleton of one chain runs through the linear layer
+    too. It has ones where torch draws at most 0.044. We ran a chain that ends before that layer, with all else the
+    same and no guard (n = 1). Its first step is 0.046, 0.025 and 0.021 by thirds, nearly that of stage by stage
+    (0.042, 0.025 and 0.021). Its loss rises no further than there (5.1 and 6.3). R stays within 0.68 and 1.82. At
+    worst 0.5 % of the units are outside, at 0.43. At width 8 nothing leaves with either seed, and the losses of the
+    last 50 batches are 1.82 and 1.84, the lowest of all. This chain was tried after the others, because of what they
+    showed. How it ends in a full training is not known.""",
+    """*Re-referencing does not help.* A new `GSGD` changes nothing: on this skeleton its reference is "one", and it
+    finds the values that were there (equal to rounding, `tests/test_results.py`). So these runs set I_ref ← I_ref·v.
+    That makes every v 1 and takes the square out of the step. Even if it is done at every step, paths leave at width
+    64, and the loss goes to 19.1 (n = 1). Weights off the skeleton grow from an rms of 0.024 to 0.92 in the first
+    third (`weight` in the record). They are divided by R as before, and nothing bounds R.""",
+    """*At width 8 it depends on the seed, and costs little* (200 batches; n = 2 for chains without a bound or a new
+    reference, else 1). With seed 0 one path is outside at one iteration. With seed 1 a path changes its sign in step
+    11, and another value is multiplied by 521. Later steps multiply by −2,438 and 14,760. A fifth of the units stays
+    outside, the largest value at 410. Yet the loss over the last 50 batches is 2.00 and 1.93, and stage by stage 1.94
+    and 1.87. So paths that have left do not stop a narrow network in so short a time. Among chains through all layers
+    with seed 0, the loss is lowest with paths held (1.91) and highest with a new reference at every step (2.07).""",
 )
 
 SAID = {
-    "all": """n seeds. Loss of a batch: the largest, and the mean over the last quarter of the batches (± std over the
-        seeds). R, by which one step multiplies a path value, and path values: the smallest and the largest of all
-        paths, iterations and seeds. Outside: before which step a path value was first outside of [1/2, 2], and (of how
-        many iterations), by seed; and the largest share of units at one iteration.""",
+    "all": """n is the number of seeds. Of the losses of single batches the table has the largest, and the mean over
+        the last quarter (± std over the seeds). R is what one step multiplies a path value by. Of R and of path
+        values it has the smallest and the largest over all paths, iterations and seeds. *Outside since* is the step
+        before which a path was first outside, with the number of such iterations in brackets, by seed. *Outside, %*
+        is the largest share of units at one iteration.""",
     "path": """Smallest, 5 %, median, 95 % and largest |path value| over the units of the first, middle and last 11 of
-        the 33 convolutions; each the median over the seeds. Units on one path share its value, so the thirds differ by
-        the paths that begin between them. All are 1.00 before step 0.""",
-    "multiplier": """The same of n/(Ĩ·Õ)², by which the step multiplies the rate of a weight off the skeleton, over the
-        weights of those layers (the linear layer belongs to the last third).""",
+        the 33 convolutions. Each is the median over the seeds. Units on one path share its value, so the thirds
+        differ only by the paths that begin between them. All values are 1.00 before step 0.""",
+    "multiplier": """The same for n/(Ĩ·Õ)², by which the step multiplies the rate of a weight off the skeleton, over
+        the weights of those layers. The linear layer belongs to the last third.""",
 }
 
 
-def grouped(runs: Sequence[Line]) -> dict[tuple[int, str], list[Line]]:
+def grouped(runs: Sequence[Json]) -> dict[tuple[int, str], list[Json]]:
     """Runs that differ in their seed alone, by width and variant."""
-    found: dict[tuple[int, str], list[Line]] = {}
+    found: dict[tuple[int, str], list[Json]] = {}
     for run in runs:
         found.setdefault((run["width"], run["variant"]), []).append(run)
     return found
 
 
-def ends(runs: Sequence[Line], name: str) -> tuple[float, float]:
+def ends(runs: Sequence[Json], name: str) -> tuple[float, float]:
     """The smallest and the largest of all pairs called `name`, in all iterations of all runs."""
     pairs = [pair for run in runs for pair in run[name]]
     return min(low for low, _ in pairs), max(high for _, high in pairs)
 
 
-def last_loss(run: Line) -> float:
+def last_loss(run: Json) -> float:
     """Mean over the last quarter of the batches."""
     return fmean(run["loss"][-(len(run["loss"]) // 4) :])
 
@@ -314,21 +313,21 @@ def number(x: float) -> str:
     return f"{x:.2f}" if 0.1 <= abs(x) < 100 else f"{x:.1e}"
 
 
-def away(run: Line) -> str:
+def away(run: Json) -> str:
     """Since when some path was outside of [1/2, 2], and how often."""
     iterations = [k for k, share in enumerate(run["left"]) if share > 0]
     return f"{iterations[0]} ({len(iterations)})" if iterations else "never"
 
 
-def summary(runs: Sequence[Line]) -> str:
+def summary(runs: Sequence[Json]) -> str:
     """Cells of the first table, behind width and variant."""
     losses = [last_loss(run) for run in runs]
-    spread = f" ± {stdev(losses):.2f}" if len(losses) > 1 else ""
+    std = f" ± {stdev(losses):.2f}" if len(losses) > 1 else ""
     cells = [
         str(len(runs)),
         ", ".join(sorted({str(len(run["loss"])) for run in runs})),
         f"{max(max(run['loss']) for run in runs):.2f}",
-        f"{fmean(losses):.2f}{spread}",
+        f"{fmean(losses):.2f}{std}",
         " to ".join(map(number, ends(runs, "ratios"))),
         " to ".join(map(number, ends(runs, "extremes"))),
         ", ".join(map(away, runs)),
@@ -337,7 +336,7 @@ def summary(runs: Sequence[Line]) -> str:
     return " | ".join(cells)
 
 
-def by_depth(runs: Sequence[Line], name: str) -> list[str]:
+def by_depth(runs: Sequence[Json], name: str) -> list[str]:
     """One line for each look of `SHOWN` that all have: quantiles by thirds, each the median over the seeds."""
     lines = []
     for step in (str(k) for k in SHOWN if all(str(k) in run["looks"] for run in runs)):
@@ -355,7 +354,7 @@ def wrapped(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False, break_long_words=False)
 
 
-def page(record: Line) -> str:
+def page(record: Json) -> str:
     where = record["environment"]
     groups = [(f"{width} | {label}", runs) for (width, label), runs in grouped(record["runs"]).items()]
     machine = f"torch {where['torch']}, {where['platform']}, one thread of a CPU"

@@ -180,7 +180,7 @@ def table(record: Mapping[str, Any]) -> str:
     for row in record["rows"]:
         groups.setdefault((row["model"], row["weights"]), []).append(row)
     for (model, weights), same in groups.items():
-        cells = [spread([100 * row["error"][kind] for row in same]) for kind in kinds]
+        cells = [mean_and_std([100 * row["error"][kind] for row in same]) for kind in kinds]
         lines.append(f"| {model} | {weights} | {' | '.join(cells)} |")
     n = len({row["seed"] for row in record["rows"]})
     moved = max(row["moved"] for row in record["rows"] if row["weights"].startswith("`equalize_`"))
@@ -194,9 +194,9 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join([said, "", *lines])
 
 
-def spread(values: Sequence[float]) -> str:
+def mean_and_std(values: Sequence[float]) -> str:
     """
-    >>> spread([5.0, 6.0, 7.0])
+    >>> mean_and_std([5.0, 6.0, 7.0])
     '6.0 ± 1.0'
     """
     return f"{fmean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")

@@ -31,7 +31,7 @@ from gspace.lab.cells import Method, seeds
 from gspace.lab.experiments import FASHION, G_SGD, SGD
 from gspace.lab.learners import largest_stack
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import Line, environment
+from gspace.lab.record import Json, environment
 from gspace.lab.train import train, train_many
 
 SEEDS = 5
@@ -40,18 +40,18 @@ METHODS = (SGD, G_SGD)
 EPOCH = FASHION.but(epochs=1.0, eval_every=60_000 // 64)  # tested after each epoch, as in a run of 100
 TEST_IMAGES = 10_000
 
-Train = Callable[[Sequence[Recipe], Path], list[Line]]
+Train = Callable[[Sequence[Recipe], Path], list[Json]]
 
 
-def alone(recipes: Sequence[Recipe], out: Path) -> list[Line]:
+def alone(recipes: Sequence[Recipe], out: Path) -> list[Json]:
     return [train(recipe, out) for recipe in recipes]
 
 
-def stacked(recipes: Sequence[Recipe], out: Path) -> list[Line]:
+def stacked(recipes: Sequence[Recipe], out: Path) -> list[Json]:
     return train_many(recipes, out)
 
 
-def timed(way: Train, recipes: Sequence[Recipe]) -> tuple[float, list[Line]]:
+def timed(way: Train, recipes: Sequence[Recipe]) -> tuple[float, list[Json]]:
     """Seconds of the call, and the summaries of the runs."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -59,7 +59,7 @@ def timed(way: Train, recipes: Sequence[Recipe]) -> tuple[float, list[Line]]:
         return time.perf_counter() - start, found
 
 
-def difference(a: Sequence[Line], b: Sequence[Line]) -> Line:
+def difference(a: Sequence[Json], b: Sequence[Json]) -> Json:
     """Largest over the seeds: relative, of the loss on all training images at the end; in images, of the test error."""
     loss = max(abs(x["fit_loss"] / y["fit_loss"] - 1) for x, y in zip(a, b, strict=True))
     epoch = max(abs(x["train_loss"] / y["train_loss"] - 1) for x, y in zip(a, b, strict=True))
@@ -67,14 +67,14 @@ def difference(a: Sequence[Line], b: Sequence[Line]) -> Line:
     return {"seeds": len(a), "final_loss": loss, "mean_loss_of_epoch": epoch, "test_images": images}
 
 
-def compare(h: int, method: Method, repeats: int, checked: int) -> Line:
+def compare(h: int, method: Method, repeats: int, checked: int) -> Json:
     """One row: `repeats` pairs of timings on all seeds; the other checks on the first `checked` seeds."""
     recipes = seeds(method.on(EPOCH, hidden=(h, h)), SEEDS)
     for way in (alone, stacked):
         timed(way, [recipe.but(epochs=None, iterations=20, eval_every=20) for recipe in recipes])
     size = largest_stack(recipes[0], "cpu")
     seconds: dict[Train, list[float]] = {alone: [0.0] * repeats, stacked: [0.0] * repeats}
-    found: dict[Train, list[Line]] = {}
+    found: dict[Train, list[Json]] = {}
     for repeat in range(repeats):
         found = {alone: [], stacked: []}
         for turn, first in enumerate(range(0, SEEDS, size), repeat):  # what makes one stack is measured in one go
@@ -113,12 +113,12 @@ HEADER = (
 )
 
 
-def row(line: Line) -> str:
+def row(line: Json) -> str:
     ratio, differences = line["ratio"], line["difference"]
-    spread = f"{median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})"
+    faster = f"{median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})"
     losses = [f"{differences[name]['final_loss']:.0e}" for name in ("float64", "float32", "threads")]
     times = [f"{median(line[name]):.2f}" for name in ("alone_s", "stacked_s")]
-    cells = [line["h"], line["method"], *times, spread, line["repeats"], line["stack"], *losses]
+    cells = [line["h"], line["method"], *times, faster, line["repeats"], line["stack"], *losses]
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -130,16 +130,18 @@ def page(record: dict[str, Any]) -> str:
         "# Stacks: several MLPs trained as one",
         "",
         f"[49:h:h:10] on Fashion-MNIST, one epoch, n = {record['n']} seeds: one by one, and by `train_many`, which "
-        f"stacks as many networks as the cache holds. Medians over the pairs (torch {where['torch']}, "
-        f"{where['platform']}, {where['threads']} threads of a CPU). The last columns are the largest relative "
-        "difference, over the seeds, of the loss on all training images at the end: alone against stacked in float64 "
-        "and in float32, and alone on two threads against alone on one. "
+        f"stacks as many networks as the cache holds. Times are medians over the pairs (torch {where['torch']}, "
+        f"{where['platform']}, {where['threads']} threads of a CPU). The last three columns compare the loss on all "
+        "training images at the end: alone with stacked in float64 and in float32, and alone on two threads with alone "
+        "on one. They have the largest relative difference over the seeds. "
         f"Test errors differ by {exact} images of 10,000 in float64, by at most {images} in float32.",
         "",
-        "Alone and stacked are the same computation: in float64 they agree to rounding, mostly. In float32 they part "
-        "by rounding that training magnifies, as two runs alone do on different numbers of threads; G-SGD without its "
-        "guard does so the more, the wider the network. From h = 512 on, float64 and threads are compared on 1024/h "
-        "seeds; at 1024 both sides train alone by the same code: times there only say how far a ratio may be off.",
+        "Alone and stacked are the same computation. In float64 they agree to rounding, mostly. In float32 they part "
+        "by rounding that training magnifies, as two runs alone do on different numbers of threads. The wider the "
+        "network, the more G-SGD without its guard does so.",
+        "",
+        "From h = 512 on, float64 and threads are compared on 1024/h seeds. At 1024 both sides train alone by the same "
+        "code. Times there only say how far a ratio may be off.",
         "",
         "Generated by `python benchmarks/stack.py --table docs/stack.md` from `results/stack.json`.",
         "",

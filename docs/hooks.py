@@ -58,6 +58,8 @@ REFERENCE = {
     ),
 }
 
+# What an optimizer has of the class that GSGD and InGSpace share.
+SHARED = "\n    options: {inherited_members: [rechoose, statistics]}"
 STORY = "::: {}\n    options: {{members: false, show_root_heading: false}}"  # what a module says of itself
 
 
@@ -68,7 +70,8 @@ def on_files(files: Files, config: Any) -> Files:
     check(griffe.load("gspace", search_paths=[ROOT / "src"]))
     for name, (title, module, names) in REFERENCE.items():
         told = [STORY.format(module)] if module != "gspace" else []
-        body = "\n\n".join([*told, *(f"::: {module}.{listed}" for listed in names.split())])
+        shown = (f"::: {module}.{listed}{SHARED * (listed in ('GSGD', 'InGSpace'))}" for listed in names.split())
+        body = "\n\n".join([*told, *shown])
         files.append(File.generated(config, f"reference/{name}.md", content=f"# {title}\n\n{body}\n"))
     return files
 
@@ -83,7 +86,8 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
         inside = target.relative_to(DOCS).as_posix() if target.is_relative_to(DOCS) else None
         there = MOVED.get(target, inside)
         if there is None and target.exists() and found[1][0] == "[":
-            return f"{found[1][1:-1]} (`{target.relative_to(ROOT).as_posix()}`)"
+            text, place = found[1][1:-1], f"`{target.relative_to(ROOT).as_posix()}`"
+            return place if text.strip("/") == target.name else f"{text} ({place})"
         return f"{found[1]}({os.path.relpath(there or found[2], Path(uri).parent)}{found[3] or ''})"
 
     return LINK.sub(moved, text)

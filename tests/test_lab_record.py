@@ -64,8 +64,8 @@ REFUSED = {
     "schedule": ("linear", "unknown schedule"),
     "warm_up": (1.5, "warm_up must be at most 1"),
     "weight_decay": (math.nan, "at least 0"),
-    "epochs": (3, "either iterations or epochs"),
-    "iterations": (None, "either iterations or epochs"),
+    "epochs": (3, "a run has one length"),
+    "iterations": (None, "a run needs a length"),
     "precision": ("fp16", "unknown precision 'fp16': "),
 }
 

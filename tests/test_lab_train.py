@@ -34,7 +34,7 @@ from gspace.lab.learners import (
     stack,
     stackable,
 )
-from gspace.lab.loop import Progress, stop_requests
+from gspace.lab.loop import Moment, stop_requests
 from gspace.lab.models import build_optimizer
 from gspace.lab.recipe import Recipe, changes, drops, learning_rate, steps_per_epoch, total_iterations
 from gspace.lab.record import Run, open_run, read_run
@@ -283,7 +283,7 @@ def test_divergence_is_a_result(tmp_path: Path, recipe: Recipe) -> None:
 
 
 def test_progress_reports_every_point_of_the_curve(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[Moment] = []
     train(SMALL, tmp_path, watch=seen.append)
     lines = [line for progress in seen for line in progress.lines]
     assert lines == list(read_run(tmp_path / SMALL.folder).metrics)
@@ -293,7 +293,7 @@ def test_progress_reports_every_point_of_the_curve(tmp_path: Path) -> None:
 
 
 def test_a_display_that_fails_does_not_spoil_the_run(tmp_path: Path) -> None:
-    def fail(progress: Progress) -> None:
+    def fail(progress: Moment) -> None:
         if progress.iteration >= 14:
             raise KeyboardInterrupt
 
@@ -406,7 +406,7 @@ def test_a_curve_behind_the_last_checkpoint_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_stack_killed_at_its_first_point_begins_again(tmp_path: Path) -> None:
-    def die(progress: Progress) -> None:
+    def die(progress: Moment) -> None:
         raise KeyboardInterrupt
 
     recipes = [SMALL.but(seed=seed) for seed in range(3)]
@@ -548,7 +548,7 @@ def test_a_bad_queue_is_refused_on_one_line(tmp_path: Path) -> None:
 
 def test_a_bad_recipe_of_a_queue_is_named_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "jobs.json"
-    for bad, message in (({"epochs": 1, "lrr": 1}, "unknown recipe field 'lrr'"), ({}, "either iterations or epochs")):
+    for bad, message in (({"epochs": 1, "lrr": 1}, "unknown recipe field 'lrr'"), ({}, "a run needs a length")):
         path.write_text(json.dumps([{"epochs": 1}, bad, {"epochs": 2}]))
         with pytest.raises(RequestError) as caught:
             read_queue(path)

@@ -31,11 +31,8 @@ def falling(label: str, rate: float, control: bool = False, hue: int = 0) -> Ser
 
 
 LINES = Panel("curves", "epoch", "training loss", (falling("SGD", 0.9), falling("G-SGD", 0.8, True, 1)), log_y=True)
-POINTS = Panel(
-    "points", "", "test error, %", (Series("one", ((-0.1, (2.5, 3.5)), (0.9, (1.5, 2.5)))),), ticks=("a", "b")
-)
 ZERO = Panel("with a zero", "lr", "loss", (Series("x", ((0.01, (0.0,)), (1.0, (0.5, 2.0)))),), True, True)
-PANELS = (LINES, POINTS, ZERO)
+PANELS = (LINES, ZERO)
 DOCUMENT = Document(
     "Title",
     "gspace report runs",
@@ -72,7 +69,7 @@ def browse(path: Path, *arguments: str) -> Seen:
 
 def drawn(document: Document, folder: Path) -> dict[str, bytes]:
     """The figures of its sections."""
-    made = [draw(section.panels, folder / section.name)[1] for section in document.sections if section.panels]
+    made = [draw(section.panels, folder / f"{section.name}.svg") for section in document.sections if section.panels]
     return {path.stem: path.read_bytes() for path in made}
 
 

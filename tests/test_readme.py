@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import gspace
 from gspace.lab.cli import COMMANDS
@@ -67,6 +68,11 @@ def test_the_readme_is_short() -> None:
     assert [line for line in lines if len(line) > 120] == []
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_no_page_holds_what_a_merge_left(path: Path) -> None:
+    assert not re.search(r"^(<{7}|={7}|>{7})( |$)", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def anchors(text: str) -> set[str]:
     """Of the headings, as GitHub and mkdocs write them."""
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
@@ -117,6 +123,24 @@ def test_every_public_call_has_an_example() -> None:
     assert named.keys() - told - RESULTS - {"Mappings", "Side"} == set()
     story = inspect.getdoc(gspace.paths) or ""
     assert {name for name in gspace.paths.__all__ if f"{name}(" not in story} == {"Basis", "Path", "Wiring"}
+
+
+# Public only so that other modules of the library may call them.
+INSIDE = {"adopt", "chosen", "coordinates", "fits", "part", "told", "use"}
+
+
+def test_every_public_method_has_an_example() -> None:
+    """In a block of a page or in a doctest; what torch's optimizers have too is theirs to show."""
+    code = "\n".join(block for path in RUN for block in blocks(path.read_text(encoding="utf-8")))
+    classes = {item for part in (gspace, gspace.quantization) for item in vars(part).values() if inspect.isclass(item)}
+    wanted: set[str] = set()
+    for owner in {base for item in classes for base in item.__mro__ if base.__module__.startswith("gspace")}:
+        code += inspect.getdoc(owner) or ""
+        for name, item in vars(owner).items():
+            if inspect.isroutine(item) or isinstance(item, property):
+                code += inspect.getdoc(item) or ""
+                wanted |= {name} - set(dir(torch.optim.Optimizer))
+    assert {name for name in wanted if name[0] != "_" and not re.search(rf"\.{name}\b", code)} == INSIDE
 
 
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.name)

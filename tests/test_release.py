@@ -70,6 +70,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         ".c",
         ".html",
         ".json",
+        ".md",
         ".mplstyle",
         ".toml",
         ".typed",
@@ -77,8 +78,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {
         "gspace/optim/fast/kernels.c",
         "gspace/py.typed",
-        "gspace/lab/page.html",
         "gspace/lab/experiments.toml",
+        "gspace/lab/templates/page.html",
+        "gspace/lab/templates/report.md",
     } <= set(names)
     assert wheel.stat().st_size < 1e6
 

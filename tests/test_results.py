@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shlex
+import shutil
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -156,6 +157,9 @@ def test_the_pages_of_the_benchmarks_are_those_of_their_records(monkeypatch: pyt
     assert (ROOT / "docs" / "guards.md").read_text(encoding="utf-8") == benchmark("guards", monkeypatch).table(guards)
     chain = json.loads((ROOT / "results" / "chain.json").read_text(encoding="utf-8"))
     assert (ROOT / "docs" / "chain.md").read_text(encoding="utf-8") == benchmark("chain", monkeypatch).page(chain)
+    gaps = json.loads((ROOT / "results" / "invariance.json").read_text(encoding="utf-8"))
+    shown = (ROOT / "docs" / "invariance.md").read_text(encoding="utf-8")
+    assert shown == benchmark("invariance", monkeypatch).page(gaps)
     speed = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
     assert speed == benchmark("step.pages", monkeypatch).page(ROOT / "results")
     compared = [line.split(" | ") for line in speed.splitlines() if " GSGD fused " in line]
@@ -163,6 +167,15 @@ def test_the_pages_of_the_benchmarks_are_those_of_their_records(monkeypatch: pyt
     for cells in compared:
         baseline, ours, ratio = (float(cells[k].split()[0]) for k in (7, 8, 9))
         assert ours / baseline == pytest.approx(ratio, rel=0.01, abs=0.01 * ratio + 0.1 / baseline)
+
+
+@pytest.mark.parametrize("name", ["step-cpu", "step-gpu"])
+def test_the_figures_of_steps_are_those_of_their_records(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(ROOT / "results" / f"{name}.csv", tmp_path)
+    benchmark("step.pages", monkeypatch).draw(tmp_path / f"{name}.csv")
+    assert (tmp_path / f"{name}.svg").read_bytes() == (ROOT / "results" / f"{name}.svg").read_bytes()
 
 
 def twins_record() -> dict[str, Any]:

@@ -596,3 +596,23 @@ def test_weights_without_values_are_not_rescaled(change: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to("meta")
     with pytest.raises(ValueError, match=r"'0.weight' is on the meta device"):
         change(model)
+
+
+def test_balancing_reports_its_progress_before_it_changes_a_weight() -> None:
+    """Iterations from 0 on, with errors that end below the goal of float64; who raises in between stops it."""
+    model = mlp(8, 16, 16, 4).double()
+    gspace.rescale_(model, gspace.random_scales(model, torch.Generator().manual_seed(0), std=3.0))
+    before, told = copy.deepcopy(model), []
+
+    def stop(iteration: int, error: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gspace.balance_(model, progress=stop)
+    assert_same_weights(model, before, 0)
+    gspace.balance_(model, progress=lambda *seen: told.append(seen))
+    assert [iteration for iteration, _ in told] == list(range(len(told)))
+    assert len(told) > 1
+    assert told[-1][1] < 1e-13 < told[0][1]
+    gspace.balance_(before)
+    assert_same_weights(model, before, 0)

@@ -31,6 +31,7 @@ from gspace.analysis.result import Form
 from gspace.group.solve import conjugate_gradients, solver
 from gspace.sharding import Reduce, alone, pieces
 
+Report = Callable[[int, float], object]  # is told the iteration and the error that is left
 LARGE = 1 << 14  # entries of a matrix that is worth a product of its own
 MANY, ROWS = 1 << 20, 1 << 18  # weights that are squared anew whenever they are needed, and so many at a time
 
@@ -133,6 +134,7 @@ def balanced_log_scales(
     n: int,
     fixed: Tensor | None = None,
     forms: Mapping[int, Form] | None = None,
+    progress: Report | None = None,
 ) -> Tensor:
     """log c of the balanced representative, `(n,)`; 0 for ground, for `fixed` units and for units that are not live.
 
@@ -175,17 +177,20 @@ def balanced_log_scales(
         if not float(change.abs().max()) > 1e-3:
             break
     # Beyond the rounding of the weights, digits of a scale mean nothing.
-    return _newton(net, _layers_balanced(net, u), free, 1e-13 if any(w.dtype == torch.float64 for w in parts) else 1e-6)
+    goal = 1e-13 if any(w.dtype == torch.float64 for w in parts) else 1e-6
+    return _newton(net, _layers_balanced(net, u), free, goal, progress)
 
 
-def _newton(net: Network, u: Tensor, free: Tensor, goal: float) -> Tensor:
+def _newton(net: Network, u: Tensor, free: Tensor, goal: float, progress: Report | None) -> Tensor:
     """Minimizes F by Newton's method, until its gradient is `goal` of what pulls a unit either way."""
     both, n = sides(net, u), len(u)
     free = free & (net.M.pulls(both, n) > 0).all(0)
-    for _ in range(100):
+    for iteration in range(100):
         into, out = net.M.pulls(both, n)
         gradient, total = torch.where(free, into - out, 0), torch.where(free, into + out, 1)
         error = float((gradient.abs() / total).max())
+        if progress is not None:
+            progress(iteration, error)
         condition, product = two_level(net, u, total), partial(hessian, net, u, both.sum(0), free)
         # Newton's own next error is of the order error²: digits beyond it, or beyond six a step, would be wasted.
         step = conjugate_gradients(product, -gradient, condition, min(max(error, 1e-6), 0.1))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges, analyzed
 from gspace.devices import on_cpu
-from gspace.group.balance import balanced_log_scales
+from gspace.group.balance import Report, balanced_log_scales
 from gspace.optim.arguments import number, require_seen, require_values
 from gspace.sharding import edges_here, local, require, reshard, shared, weights_of
 
@@ -184,27 +184,41 @@ def _row_sizes(view: Tensor) -> Tensor:
     return view.flatten(2).amax(2) if view.numel() and view.dim() > 2 and view[0, 0].numel() > 1 else view.new_empty(0)
 
 
-def balance_(model: nn.Module, *, absorbed: bool = False, analysis: Analysis | None = None, **options: Any) -> Scales:
+def balance_(
+    model: nn.Module,
+    *,
+    absorbed: bool = False,
+    progress: Report | None = None,
+    analysis: Analysis | None = None,
+    **options: Any,
+) -> Scales:
     """Moves `model` to the representative of its orbit with ‖incoming‖ = ‖outgoing‖ at every unit; returns the scales.
 
     It is unique where every unit lies on a path of non-zero weights from ground to ground; other units keep their
     scale (`gspace.group.balance`). The function does not change.
+
+    Large models take seconds. `progress(iteration, error)` is called in every iteration of the solver, before a weight
+    is changed; it stops behind an error below 1e-13, or 1e-6 if no weight is float64.
 
     >>> net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
     >>> net[0].weight.data, net[2].weight.data = torch.tensor([[3.0, 4.0]]), torch.tensor([[20.0]])
     >>> _ = balance_(net)
     >>> net[0].weight.norm().item(), net[2].weight.norm().item()  # 5 and 20 before
     (10.0, 10.0)
+    >>> _ = balance_(net, progress=lambda iteration, error: print(iteration, error))
+    0 0.0
     """
     require_values(model)
     found = analyzed(model, analysis, options)
-    log = balanced(found, weights_of(model), absorbed)
+    log = balanced(found, weights_of(model), absorbed, progress)
     _apply(model, found, log)
     return Scales(log[1:].exp())
 
 
 @on_cpu
-def balanced(found: Analysis, weights: Mapping[str, Tensor], absorbed: bool = True) -> Tensor:
+def balanced(
+    found: Analysis, weights: Mapping[str, Tensor], absorbed: bool = True, progress: Report | None = None
+) -> Tensor:
     """Log-scales of ground and units that balance these weights; absorbed units stay at 0 unless `absorbed`."""
     n = 1 + found.H + found.H_absorbed
     fixed = torch.arange(n) > found.H
@@ -212,4 +226,4 @@ def balanced(found: Analysis, weights: Mapping[str, Tensor], absorbed: bool = Tr
         of_forms = torch.tensor([0, *(u for form in found.forms.values() for u, _ in form)])
         read = torch.cat([of_forms, *(e.tail.reshape(-1) for e in found.edges)])
         fixed[read[read < n]] = False
-    return balanced_log_scales(found.edges, weights, n, fixed, found.forms).cpu()
+    return balanced_log_scales(found.edges, weights, n, fixed, found.forms, progress).cpu()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
-    from gspace.lab.loop import Progress, Watch
+    from gspace.lab.loop import Moment, Watch
     from gspace.lab.recipe import Recipe
 
 
@@ -24,14 +24,15 @@ def seen() -> bool:
 def bars() -> "Bars":
     """What draws bars, each with a text behind it; nothing is drawn where nobody would see it."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bars
     from rich.table import Column
 
     note = TextColumn("{task.fields[note]}", table_column=Column())  # goes on in the next line, the bar stays
     columns = TextColumn("{task.description}"), BarColumn(20, table_column=Column(no_wrap=True)), note
     to_screen = sys.stdout.isatty()  # else results go to a file
     on = Console(stderr=True)
-    return Progress(*columns, console=on, transient=True, redirect_stdout=to_screen, disable=not seen())
+    return Bars(*columns, console=on, transient=True, redirect_stdout=to_screen, disable=not seen())
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def display(total: int, *, quiet: bool = False) -> "Iterator[Watch | None]":
         bar = shown.add_task("", total=total, note="")
         parts: dict[tuple[Recipe, ...], float] = {}
 
-        def watch(told: "Progress") -> None:
+        def watch(told: "Moment") -> None:
             parts[told.recipes] = len(told.recipes) * told.iteration / told.total
             done, first = sum(parts.values()), told.recipes[0]
             speed = f"{told.seconds_left:.0f} s left, loss {told.loss[0]:.4f}, {told.images_per_second:,.0f} images/s"
@@ -56,7 +57,7 @@ def display(total: int, *, quiet: bool = False) -> "Iterator[Watch | None]":
         yield watch
 
 
-def show(told: "Progress") -> None:
+def show(told: "Moment") -> None:
     """One line per point of the curve, for a log."""
     if any(told.lines):
         error = " ".join("-" if line is None else f"{100 * line['test_error']:.2f}" for line in told.lines)
@@ -68,8 +69,8 @@ def show(told: "Progress") -> None:
 
 @contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar of so many steps; is told what comes next."""
-    if not seen() or find_spec("rich") is None:
+    """A bar of so many steps, none if there are none; is told what comes next."""
+    if not total or not seen() or find_spec("rich") is None:
         yield lambda name: None
         return
     shown = bars()

@@ -6,14 +6,13 @@ Text is Markdown. What stands in a cell may be a name out of a record, and is no
 import html
 import re
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
-from string import Template
 from typing import NamedTuple
 
+from jinja2 import Environment, PackageLoader, select_autoescape
 from markdown_it import MarkdownIt
 
 
@@ -48,7 +47,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. `ticks` name x = 0, 1, 2, ..., if x is no number; the series are then points, not lines."""
+    """One pair of axes."""
 
     title: str
     x_label: str
@@ -56,7 +55,6 @@ class Panel:
     series: tuple[Series, ...]
     log_x: bool = False
     log_y: bool = False
-    ticks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,20 +83,7 @@ class Document:
 
 def markdown(document: Document, figures: str) -> str:
     """The document as Markdown; `figures` is the folder of its figures, relative to the file."""
-    lines = [f"# {document.title}", "", *_paragraphs(document.text), f"Written by {code(document.command)}.", ""]
-    for table in document.summary:
-        lines += _table(table, "##")
-    for section in document.sections:
-        by = [code(section.command)] if section.command else []
-        lines += [f"## {section.title}", "", *_paragraphs([*section.text, *by])]
-        for table in section.tables:
-            lines += _table(table, "###")
-        if section.panels:
-            path = f"{figures}/{section.name}.svg"
-            lines += [f"![{section.title}]({path})", "", *_paragraphs(f"By {command}." for command in by)]
-    for table in document.appendix:
-        lines += _table(table, "##")
-    return "\n".join(lines)
+    return TEMPLATES.get_template("report.md").render(document=document, figures=figures).rstrip() + "\n"
 
 
 def page(document: Document, figures: Mapping[str, bytes]) -> str:
@@ -113,15 +98,14 @@ def page(document: Document, figures: Mapping[str, bytes]) -> str:
     for k, token in enumerate(tokens):
         if token.type == "heading_open" and token.tag == "h2":
             token.attrSet("id", f"section-{k}")
-            links.append(f'<a href="#section-{k}">{render.renderInline(tokens[k + 1].content)}</a>')
+            links.append((f"section-{k}", render.renderInline(tokens[k + 1].content)))
         for child in token.children or ():
             if child.type == "image":
                 picture = figures[Path(str(child.attrGet("src"))).stem]
                 child.attrSet("src", f"data:image/svg+xml;base64,{b64encode(picture).decode()}")
     body = render.renderer.render(tokens, render.options, {})
     body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
-    template = Template((files("gspace.lab") / "page.html").read_text(encoding="utf-8"))
-    return template.substitute(title=html.escape(document.title), links="".join(links), body=body)
+    return TEMPLATES.get_template("page.html").render(title=document.title, links=links, body=body)
 
 
 def code(text: str) -> str:
@@ -150,22 +134,14 @@ def _width(rows: Sequence[Sequence[str]]) -> int:
     return sum(3 + max(map(len, column)) for column in zip(*rows, strict=True))
 
 
-def _paragraphs(text: Iterable[str]) -> list[str]:
-    return [line for paragraph in text for line in (paragraph, "")]
-
-
-def _table(table: Table, level: str) -> list[str]:
-    rule = ["---" if k < table.numbers else "---:" for k in range(len(table.head))]
-    rows = [_row(table.head), "|" + "|".join(rule) + "|", *map(_row, table.rows)]
-    return [f"{level} {table.title}", "", *_paragraphs(filter(None, [table.note])), *rows, ""]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(_cell, cells)) + " |"
-
-
 def _cell(text: str) -> str:
     """On one line, without HTML or a link outside of code spans."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     parts[::2] = [html.escape(part, quote=False).replace("](", "]\\(") for part in parts[::2]]
     return "".join(parts).replace("|", "\\|")
+
+
+TEMPLATES = Environment(
+    loader=PackageLoader("gspace.lab"), autoescape=select_autoescape(["html"]), trim_blocks=True, lstrip_blocks=True
+)
+TEMPLATES.filters |= {"code": code, "cell": _cell}

@@ -12,7 +12,8 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-from gspace.lab.cells import Axis, Cell, Experiment, Grid, Method, Printed, Scores, best, network_cost, seeds
+from gspace.lab.cells import Axis, Cell, Experiment, Grid, Method, Printed, Scores, best, seeds
+from gspace.lab.learners import mlp_weights
 from gspace.lab.recipe import Recipe
 
 FACTS: Mapping[str, Any] = tomllib.loads((files("gspace.lab") / "experiments.toml").read_text(encoding="utf-8"))
@@ -69,6 +70,7 @@ def grid_cells(part: str, row: str, method: Method, grid: Grid, axis: Axis | Non
 
 GRID = "grid of rates, validation images"
 RATE = Axis("learning rate", lambda recipe: recipe.lr)
+WIDTH = Axis("width h", lambda recipe: recipe.hidden[0])
 DECAY = Axis("λ", lambda recipe: recipe.weight_decay)
 
 
@@ -92,13 +94,12 @@ def resnet_110(quick: bool, scores: Scores) -> Iterator[Cell]:
 
 
 def invariant_ratio(recipe: Recipe) -> float:
-    """H/m of an MLP without biases (Tab. 6 prints half of it: h/m, where H = 2h).
+    """H/m of an MLP (Tab. 6 prints half of it: h/m, where H = 2h).
 
     >>> [f"{invariant_ratio(FASHION.but(hidden=(h, h))):.2e}" for h in (8, 1024)]
     ['2.99e-02', '1.85e-03']
     """
-    flops, _ = network_cost(recipe)  # a multiplication and an addition per weight
-    return sum(recipe.hidden) / (flops / 2)
+    return sum(recipe.hidden) / mlp_weights(recipe)
 
 
 RATIO = Axis("invariant ratio H/m", invariant_ratio, "H/m = {:.2e}")
@@ -145,7 +146,8 @@ def signs(quick: bool, scores: Scores) -> Iterator[Cell]:
     fashion = QUICK_FASHION if quick else FASHION.but(epochs=30.0)
     for h in (8, 32) if quick else (8, 32, 128):
         for method in SIGNS:
-            yield Cell("MLPs", f"h = {h}", method, seeds(method.on(fashion, hidden=(h, h)), 3 if quick else 9))
+            runs = seeds(method.on(fashion, hidden=(h, h)), 3 if quick else 9)
+            yield Cell("MLPs", f"h = {h}", method, runs, axis=WIDTH)
     base = brief(cifar("plain-34", "cifar10", quick=quick))
     for method in SIGNS:
         yield Cell("plain network", base.model, method, seeds(method.on(base), 1 if quick else 3))

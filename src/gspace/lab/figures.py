@@ -1,4 +1,4 @@
-"""From records to curves, against epochs or what a table varies, and to PNG and SVG, the same bytes each time."""
+"""From records to curves, against epochs or what a table varies, and to SVG, the same bytes each time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from gspace.lab.cells import Cell, Method, data_label
 from gspace.lab.document import Panel, Series
 from gspace.lab.recipe import images_of, steps_per_epoch
 from gspace.lab.record import Record, write_atomic
-from gspace.lab.tabulate import ERROR, LOSS, Found, Measure, measures_of, outcome, parts_of
+from gspace.lab.tabulate import LOSS, Found, measures_of, outcome, parts_of
 
 Points = Mapping[float, Sequence[float]]  # values by x
 
@@ -38,8 +38,6 @@ def panels(cells: Sequence[Cell], found: Found) -> list[Panel]:
             for data, model in dict.fromkeys((cell.recipes[0].data, cell.recipes[0].model) for cell in members):
                 some = [c for c in members if (c.recipes[0].data, c.recipes[0].model) == (data, model)]
                 made += _against_axis(f"{part}, {model}" if len(models) > 1 else part, some, found)
-        elif part == "MLPs":  # too many lines for curves
-            made.append(_points(part, members, found, ERROR))
         elif not members[0].recipes[0].validation:
             made += _against_epochs("" if part == "test error" else part, members, found)
     hues = {label: k for k, label in enumerate(dict.fromkeys(cell.method.label.replace("`", "") for cell in cells))}
@@ -70,18 +68,6 @@ def _against_axis(part: str, cells: Sequence[Cell], found: Found) -> Iterator[Pa
             yield Panel(title, label, f"Δ {measure.label}: SGD minus", tuple(below), log_x=True)
 
 
-def _points(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> Panel:
-    lines = tuple(dict.fromkeys(cell.line for cell in cells))
-    methods = list(dict.fromkeys(cell.method for cell in cells))
-    series = []
-    for k, method in enumerate(methods):
-        beside = 0.6 * (k + 0.5) / len(methods) - 0.3  # methods side by side around each line's tick
-        own = [cell for cell in cells if cell.method == method]
-        ends = {lines.index(c.line) + beside: list(outcome(c.recipes, found, measure).values.values()) for c in own}
-        series.append(_series(method, ends))
-    return Panel(part, "", measure.label, tuple(series), ticks=lines)
-
-
 def _against_epochs(part: str, cells: Sequence[Cell], found: Found) -> Iterator[Panel]:
     for line in dict.fromkeys(cell.line for cell in cells):
         for key, label, scale in (("train_loss", "training loss", 1.0), ("test_error", "test error, %", 100.0)):
@@ -107,41 +93,36 @@ def _series(method: Method, points: Points) -> Series:
     return Series(method.label.replace("`", ""), tuple((x, y) for x, y in sorted(points.items()) if y), method.control)
 
 
-def draw(panels: Sequence[Panel], path: Path) -> list[Path]:
-    """Writes `path`.png and .svg with all panels, two in a row."""
+def draw(panels: Sequence[Panel], path: Path) -> Path:
+    """Writes all panels, two in a row."""
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.2 * columns, 3.4 * rows), layout="constrained")
         for place, panel in enumerate(panels):
             _panel(figure.add_subplot(rows, columns, place + 1), panel)
-        return [save(figure, path.with_name(f"{path.name}.{kind}")) for kind in ("png", "svg")]
+        return save(figure, path)
 
 
 def save(figure: Figure, path: Path) -> Path:
     """Without the date and the version that would change the bytes."""
-    empty = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
-    kind = path.suffix[1:]
     with matplotlib.rc_context(STYLE):
         buffer = BytesIO()
-        figure.savefig(buffer, format=kind, dpi=130, metadata=empty[kind])
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     write_atomic(path, buffer.getvalue())
     return path
 
 
 def _panel(axes: Axes, panel: Panel) -> None:
     for series in panel.series:
-        _draw(axes, series, as_points=bool(panel.ticks))
+        _draw(axes, series)
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
     for log, axis in ((panel.log_x, axes.xaxis), (panel.log_y, axes.yaxis)):
         if log:
             axes.set(**{f"{axis.axis_name}scale": "log"})
             _number(axis)
-    if panel.ticks:
-        axes.set_xticks(range(len(panel.ticks)), panel.ticks)
-        axes.set_ylim(bottom=0)
     below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": 2, "frameon": False}
-    axes.legend(fontsize=7, framealpha=0.6, **(below if len(panel.series) > MANY else {}))
+    axes.legend(fontsize=8, framealpha=0.6, **(below if len(panel.series) > MANY else {}))
 
 
 def _number(axis: Axis) -> None:
@@ -153,13 +134,9 @@ def _number(axis: Axis) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _draw(axes: Axes, series: Series, as_points: bool) -> None:
+def _draw(axes: Axes, series: Series) -> None:
     x, y, low, high = series.drawn
     style: dict[str, Any] = {"color": COLOURS[series.hue % len(COLOURS)], "label": series.label}
-    if as_points:
-        errors = [[b - a for a, b in zip(low, y, strict=True)], [b - a for a, b in zip(y, high, strict=True)]]
-        axes.errorbar(x, y, errors, fmt="o", markersize=5, capsize=3, **style)
-        return
     dashes = "--" if series.control else DASHES[series.hue // len(COLOURS) % len(DASHES)]
     axes.plot(x, y, dashes, marker="o" if len(x) <= 12 else None, markersize=3, linewidth=series.width, **style)
     axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)

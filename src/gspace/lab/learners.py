@@ -68,9 +68,13 @@ def largest_stack(recipe: Recipe, device: str) -> int:
     """How many such networks train faster together than one after the other."""
     if device != "cpu":
         return sys.maxsize
+    return max(1, CACHE // (4 * mlp_weights(recipe)))
+
+
+def mlp_weights(recipe: Recipe) -> int:
+    """m of an MLP, which has no biases."""
     inputs = math.prod(input_shape(recipe.data, recipe.inputs))
-    weights = sum(a * b for a, b in pairwise((inputs, *recipe.hidden, SETS[recipe.data].classes)))
-    return max(1, CACHE // (4 * weights))
+    return sum(a * b for a, b in pairwise((inputs, *recipe.hidden, SETS[recipe.data].classes)))
 
 
 def initial_model(recipe: Recipe, feed: Feed) -> nn.Module:
@@ -98,6 +102,25 @@ class _Learner:
         self.optimizer = build_optimizer(self.model, self.recipe, rate, example)
         self.totals = torch.zeros(self.count, 2, dtype=torch.float64, device=device)
         self.loss_totals, self.error_totals = self.totals.unbind(1)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Class scores of inputs `(batch, channel, height, width)`, `(network, batch, class)`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def score(self, batches: Batches) -> list[Score]:
+        self.model.eval()
+        totals, count = torch.zeros_like(self.totals), 0
+        for x, y in batches:
+            with autocast(self.recipe.precision, x.device):
+                found = at_least_float32(self.outputs(x))
+            many = y.expand(self.count, -1)
+            loss = F.cross_entropy(found.flatten(0, 1), many.flatten(), reduction="none").view(many.shape)
+            totals[:, 0] += loss.sum(1)
+            totals[:, 1] += (found.argmax(2) != y).sum(1)
+            count += len(y)
+        self.model.train()
+        return [(loss / count, errors / count) for loss, errors in totals.tolist()]
 
     def set_rates(self, rates: Sequence[float]) -> None:
         for group in self.optimizer.param_groups:
@@ -144,20 +167,8 @@ class Single(_Learner):
         self.loss_totals.add_(loss.detach())
         self.error_totals.add_(errors)
 
-    @torch.no_grad()
-    def score(self, batches: Batches) -> list[Score]:
-        self.model.eval()
-        total, errors = torch.zeros_like(self.totals[0])
-        count = 0
-        for x, y in batches:
-            with autocast(self.recipe.precision, x.device):
-                found = self.model(_laid_out(x))
-            found = at_least_float32(found)
-            total += F.cross_entropy(found, y, reduction="sum")
-            errors += (found.argmax(1) != y).sum()
-            count += len(y)
-        self.model.train()
-        return [(float(total) / count, float(errors) / count)]
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.model(_laid_out(x))[None]
 
 
 def loss_and_errors(
@@ -240,18 +251,8 @@ class Stacked(_Learner):
             grad.copy_(torch.where(finite[:, None], grad, 0))
         self.loss_totals.copy_(torch.where(finite, self.loss_totals, torch.nan))
 
-    @torch.no_grad()
-    def score(self, batches: Batches) -> list[Score]:
-        totals, count = torch.zeros_like(self.totals), 0
-        for x, y in batches:
-            with autocast(self.recipe.precision, x.device):
-                found = at_least_float32(activations(self.matrices, x.flatten(1).expand(self.count, -1, -1))[-1])
-            many = y.expand(self.count, -1)
-            loss = F.cross_entropy(found.flatten(0, 1), many.flatten(), reduction="none").view(many.shape)
-            totals[:, 0] += loss.sum(1)
-            totals[:, 1] += (found.argmax(2) != y).sum(1)
-            count += len(y)
-        return [(loss / count, errors / count) for loss, errors in totals.tolist()]
+    def outputs(self, x: Tensor) -> Tensor:
+        return activations(self.matrices, x.flatten(1).expand(self.count, -1, -1))[-1]
 
 
 Learner = Single | Stacked

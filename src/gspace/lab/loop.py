@@ -19,13 +19,13 @@ from gspace.lab.engine import Engine, capture
 from gspace.lab.errors import Interrupted, RecordError, reason
 from gspace.lab.learners import Learner
 from gspace.lab.recipe import Recipe, changes, curve_interval, learning_rate, points, steps_per_epoch, total_iterations
-from gspace.lab.record import CHECKPOINT, METRICS, Line, Run, finite
+from gspace.lab.record import CHECKPOINT, METRICS, Json, Run, finite
 from gspace.lab.transform import EVALUATION_BATCH, Feed, epoch_rows
 
 HEARTBEAT = 0.5  # seconds between two reports of progress
 
 
-class Progress(NamedTuple):
+class Moment(NamedTuple):
     """What a display is told, now and then and at each point of the curve."""
 
     recipes: tuple[Recipe, ...]  # the runs in progress (more than one in a stack)
@@ -34,10 +34,10 @@ class Progress(NamedTuple):
     loss: tuple[float, ...]  # per run, mean over the training batches since the last point of the curve
     images_per_second: float  # of this session, evaluation not counted
     seconds_left: float
-    lines: tuple[Line | None, ...] = ()  # the new point of each curve, if there is one; None if it diverged before
+    lines: tuple[Json | None, ...] = ()  # the new point of each curve, if there is one; None if it diverged before
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[Moment], None]
 Stop = Callable[[], int | None]  # number of the signal that asks to stop, or None
 
 
@@ -122,7 +122,7 @@ class Loop:
         for run in others:
             run.save(self._kind())
 
-    def _load(self, state: Line) -> None:
+    def _load(self, state: Json) -> None:
         try:
             if state["members"] != self._kind()["members"] or state["iteration"] not in range(self.total + 1):
                 raise ValueError(f"it is at iteration {state['iteration']} of {', '.join(state['members'])}")
@@ -146,7 +146,7 @@ class Loop:
                     f"{self.iteration}: delete {self.runs[0].folder / CHECKPOINT} to start {again} again"
                 )
 
-    def _kind(self) -> Line:
+    def _kind(self) -> Json:
         return {"kind": self.learner.kind, "members": [run.folder.name for run in self.runs]}
 
     def prepare(self, started: float) -> None:
@@ -187,7 +187,7 @@ class Loop:
                 if watch is not None:
                     left = (self.total - self.iteration) * self.elapsed / self.session
                     losses, speed = tuple(loss for loss, _ in totals), self._images() / self.elapsed
-                    watch(Progress(recipes, self.iteration, self.total, losses, speed, left, lines))
+                    watch(Moment(recipes, self.iteration, self.total, losses, speed, left, lines))
             except OSError:  # nobody reads any more (`| head`), or the log has no room
                 self._save()
                 raise
@@ -212,11 +212,11 @@ class Loop:
             return rows.pin_memory().to(self.source.labels.device, non_blocking=True)
         return rows
 
-    def _point(self, totals: Sequence[Sequence[float]], rates: Sequence[float]) -> tuple[Line | None, ...]:
+    def _point(self, totals: Sequence[Sequence[float]], rates: Sequence[float]) -> tuple[Json | None, ...]:
         """Measures, writes a point of each curve, and takes those out that have diverged."""
         scores = self.learner.score(self.source.test_batches())
         self.learner.totals.zero_()
-        lines: list[Line | None] = [None] * len(self.runs)
+        lines: list[Json | None] = [None] * len(self.runs)
         for k in list(self.active):
             (loss, errors), (test_loss, test_error) = totals[k], scores[k]
             line = {
@@ -247,7 +247,7 @@ class Loop:
         tensors = {"totals": self.learner.totals, "random": torch.get_rng_state(), "learner": self.learner.state()}
         self.runs[0].save({**self._kind(), **state, **tensors})
 
-    def _facts(self, k: int) -> Line:
+    def _facts(self, k: int) -> Json:
         """What a summary says besides the last point of the curve."""
         return {"identity": self.runs[k].recipe.identity, "iterations": self.total, "stacked": len(self.runs)}
 

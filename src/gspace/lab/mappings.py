@@ -12,6 +12,7 @@ from torch import nn
 
 import gspace
 from gspace.lab.analyze import add_model, analyzed
+from gspace.lab.display import steps
 from gspace.lab.errors import RequestError
 from gspace.quantization import Mappings, awq, smoothquant
 
@@ -38,8 +39,11 @@ def run(args: argparse.Namespace) -> int:
     table = None if args.check is None else _read(args.check)
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints
         model, analysis, inputs, _ = analyzed(args)
-        found = gspace.mappings(model, analysis=analysis)
-        problems = [] if table is None else gspace.check_mappings(model, table, inputs or None, analysis=analysis)
+        with steps(2) as begin:
+            begin("find the mappings")
+            found = gspace.mappings(model, analysis=analysis)
+            begin("try the table")
+            problems = [] if table is None else gspace.check_mappings(model, table, inputs or None, analysis=analysis)
     if table is not None:
         print("\n".join(problems) if problems else f"exact: {len(table)} entries")
         return 1 if problems else 0
@@ -58,7 +62,8 @@ def _read(path: Path) -> list[Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RequestError(f"cannot read the table {str(path)!r}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"cannot read the table {str(path)!r}: {why}") from error
     if not isinstance(table, list) or not table:
         raise RequestError(f"{str(path)!r} holds no table: write a list of [smooth layer, [balance layers]]")
     return table

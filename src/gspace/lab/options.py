@@ -13,7 +13,7 @@ import torch
 
 from gspace.lab.cli import argument
 from gspace.lab.data import load
-from gspace.lab.display import display
+from gspace.lab.display import display, steps
 from gspace.lab.engine import Cluster, Engine
 from gspace.lab.errors import RequestError
 from gspace.lab.loop import stop_requests
@@ -88,8 +88,11 @@ def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
         Engine(**given(args, Engine)).resolve()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    for name in dict.fromkeys(recipe.data for recipe in recipes):
-        load(name, args.data_dir, download=args.download)
+    names = dict.fromkeys(recipe.data for recipe in recipes)
+    with steps(0 if args.download else len(names)) as begin:  # a download has a bar of its own
+        for name in names:
+            begin(f"read {name}")
+            load(name, args.data_dir, download=args.download)
     make_folder(args.out)
 
 

@@ -66,7 +66,8 @@ class Recipe:
         for name in KINDS:
             object.__setattr__(self, name, checked(name, getattr(self, name)))
         refused = {
-            "a recipe needs either iterations or epochs, not both": (self.iterations is None) == (self.epochs is None),
+            "a run needs a length: iterations or epochs, for example epochs 20": self.iterations is self.epochs is None,
+            "a run has one length: iterations or epochs, not both": None not in (self.iterations, self.epochs),
             "epochs must be more than 0": self.epochs == 0,
             "nesterov needs a momentum above 0": self.nesterov and self.momentum == 0,
             f"milestones {self.milestones} are not in order": list(self.milestones) != sorted(self.milestones),

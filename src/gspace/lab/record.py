@@ -41,7 +41,7 @@ RECIPE, ENVIRONMENT, METRICS, CHECKPOINT, SUMMARY = NAMES.split()
 _MAGIC = b"gspace-checkpoint-1\n"
 _FOLDER = re.compile(r"[\w-]+-seed\d+-[0-9a-f]{12}")
 T = TypeVar("T")
-Line = dict[str, Any]
+Json = dict[str, Any]  # an object of a file
 
 # What a record may hold: a ValueError says what is wrong, whoever reads the file names it. ----------------------------
 
@@ -65,7 +65,7 @@ def _fits(name: str, value: Any) -> bool:
     return name.endswith("_loss") or 0 <= value <= (1 if name.endswith("_error") else math.inf)
 
 
-def _check(value: Line, known: Collection[str], needed: Sequence[str], empty: Collection[str] = ()) -> None:
+def _check(value: Json, known: Collection[str], needed: Sequence[str], empty: Collection[str] = ()) -> None:
     for name in needed:
         if name not in value:
             raise ValueError(f"it has no {name!r}")
@@ -76,7 +76,7 @@ def _check(value: Line, known: Collection[str], needed: Sequence[str], empty: Co
             raise ValueError(f"{name} is {entry!r}")
 
 
-def check_summary(summary: Line, recipe: Recipe) -> Line:
+def check_summary(summary: Json, recipe: Recipe) -> Json:
     """The end of a run of this recipe."""
     _check(summary, ENDED, NEEDED, ("test_error",) if summary.get("status") == "diverged" else ())
     if summary["identity"] != recipe.identity:
@@ -84,13 +84,13 @@ def check_summary(summary: Line, recipe: Recipe) -> Line:
     return summary
 
 
-def check_sessions(sessions: Any) -> tuple[Line, ...]:
+def check_sessions(sessions: Any) -> tuple[Json, ...]:
     if not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
         raise ValueError("it has no list of sessions")
     return tuple(sessions)
 
 
-def check_curve(points: Sequence[Line]) -> tuple[Line, ...]:
+def check_curve(points: Sequence[Json]) -> tuple[Json, ...]:
     for point in points:
         _check(point, POINT, COLUMNS)
     iterations = [point["iteration"] for point in points]
@@ -99,7 +99,7 @@ def check_curve(points: Sequence[Line]) -> tuple[Line, ...]:
     return tuple(points)
 
 
-def parsed(content: bytes) -> Line:
+def parsed(content: bytes) -> Json:
     try:
         value = json.loads(content)
     except RecursionError as error:
@@ -109,13 +109,13 @@ def parsed(content: bytes) -> Line:
     return value
 
 
-def sealed(value: Mapping[str, Any], identity: str) -> Line:
+def sealed(value: Mapping[str, Any], identity: str) -> Json:
     """With the digest that makes it a part of the run."""
     text = json.dumps(value, sort_keys=True, allow_nan=False)
     return {**value, DIGEST: hashlib.sha256(f"{identity} {text}".encode()).hexdigest()[:16]}
 
 
-def unsealed(value: Line, identity: str) -> Line:
+def unsealed(value: Json, identity: str) -> Json:
     """Without its digest, once that is compared."""
     rest = {name: entry for name, entry in value.items() if name != DIGEST}
     if DIGEST not in value:
@@ -136,25 +136,25 @@ class Run:
     recipe: Recipe
 
     @property
-    def summary(self) -> Line | None:
+    def summary(self) -> Json | None:
         """The result; None if the run is not finished, or not begun."""
         return _read(self.folder / SUMMARY, lambda content: check_summary(self._opened(content), self.recipe))
 
     @property
-    def metrics(self) -> tuple[Line, ...]:
+    def metrics(self) -> tuple[Json, ...]:
         """The whole lines of a file to which a process may be writing, or was when it died."""
         return _read(self.folder / METRICS, self._curve) or ()
 
     @property
-    def sessions(self) -> tuple[Line, ...]:
+    def sessions(self) -> tuple[Json, ...]:
         """Where and with what it was computed, oldest first."""
         found = _read(self.folder / ENVIRONMENT, lambda content: check_sessions(self._opened(content).get("sessions")))
         return found or ()
 
-    def _curve(self, content: bytes) -> tuple[Line, ...]:
+    def _curve(self, content: bytes) -> tuple[Json, ...]:
         return check_curve([self._opened(line) for line in content.split(b"\n")[:-1]])
 
-    def _opened(self, content: bytes) -> Line:
+    def _opened(self, content: bytes) -> Json:
         return unsealed(parsed(content), self.recipe.identity)
 
     def begin(self, environment: Mapping[str, Any]) -> None:
@@ -248,13 +248,13 @@ class Record:
 
     folder: Path
     recipe: Recipe
-    sessions: tuple[Line, ...]
-    metrics: tuple[Line, ...]
-    summary: Line | None
+    sessions: tuple[Json, ...]
+    metrics: tuple[Json, ...]
+    summary: Json | None
 
     @classmethod
     def checked(
-        cls, path: Path, recipe: Recipe, sessions: Any, points: Sequence[Line], summary: Line | None
+        cls, path: Path, recipe: Recipe, sessions: Any, points: Sequence[Json], summary: Json | None
     ) -> "Record":
         """As it was read; the curve of a run that has ended must end where its summary says."""
         if summary is not None:
@@ -281,7 +281,7 @@ def read_run(folder: Path) -> Record:
         raise RecordError(f"{folder / METRICS} is not that of {SUMMARY}: {error}") from error
 
 
-def environment(**options: Any) -> Line:
+def environment(**options: Any) -> Json:
     cuda = torch.cuda.is_available()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -1,6 +1,6 @@
 """`gspace report RUNS ...`: tables, figures and one HTML page, from recorded runs alone.
 
-    gspace report runs --out report             # report.md, report.html, figures/*.png and *.svg
+    gspace report runs --out report             # report.md, report.html, figures/*.svg
     gspace report runs --export results         # adds the finished runs to results/table-1.jsonl and the like: small
                                                 # records to commit, from which a report can be made again
 
@@ -70,9 +70,9 @@ def publish(document: Document, out: Path) -> list[Path]:
     with steps(len(document.sections)) as begin:
         for some in document.sections:
             begin(f"draw {some.name}")
-            drawn += draw(some.panels, out / "figures" / some.name) if some.panels else []
+            drawn += [draw(some.panels, out / "figures" / f"{some.name}.svg")] if some.panels else []
     write_atomic(text, markdown(document, "figures").encode())
-    pictures = {path.stem: path.read_bytes() for path in drawn if path.suffix == ".svg"}
+    pictures = {path.stem: path.read_bytes() for path in drawn}
     write_atomic(html, page(document, pictures).encode())
     return [text, html, *drawn]
 
@@ -130,7 +130,8 @@ def section(part: Part, found: Found) -> Section:
     label = f" ({variant.label})" if variant.label else ""
     stands = sorted({data_label(cell.recipes[0]) for cell in cells if cell.recipes[0].stands_for})
     warnings = [*filter(None, [variant.label.capitalize()]), *(f"Not the paper's data: {stand}" for stand in stands)]
-    text = (experiment.question, *experiment.notes, *(f"**{warning}.**" for warning in warnings))
+    notes = "\n".join(f"- {note}" for note in experiment.notes)
+    text = (experiment.question, *filter(None, [notes]), *(f"**{warning}.**" for warning in warnings))
     title, command = f"{experiment.name}: {source}{label}", f"{experiment.command}{variant.flags}"
     name = experiment.name + variant.flags.replace(" --length ", "-").replace(" --", "-").replace("/", "-of-")
     return Section(name, title, command, text, tuple(tables(cells, found)), tuple(panels(cells, found)))

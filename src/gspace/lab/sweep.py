@@ -25,7 +25,7 @@ from gspace.lab.errors import BusyError, DeviceError, Interrupted, LabError, Rec
 from gspace.lab.learners import batches, stack_or_run, stackable
 from gspace.lab.loop import interruption
 from gspace.lab.recipe import DEFAULTS, Recipe
-from gspace.lab.record import SUMMARY, Line, Run
+from gspace.lab.record import SUMMARY, Json, Run
 from gspace.lab.train import Session, train, train_many
 
 PATIENCE = 60  # seconds
@@ -212,7 +212,7 @@ def conclude(runs: int, before: int, failed: int) -> int:
     return 1 if failed else 0
 
 
-def report(recipe: Recipe, summary: Line | None) -> None:
+def report(recipe: Recipe, summary: Json | None) -> None:
     shown = ("status", "test_error", "train_loss", "wall_seconds", "images_per_second", "overhead_seconds")
     values = [(name, summary[name]) for name in shown if summary and name in summary]
     texts = (f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}" for name, value in values)

@@ -3,7 +3,6 @@
 At the top stand the paper's claims, one line each: what the records say of them, and the numbers behind it.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -106,7 +105,8 @@ def table(part: str, cells: Sequence[Cell], found: Found, measure: Measure) -> T
     """
     first = cells[0].recipes[0]
     label = measure.measured_on(first)
-    title = label if part in ("test error", label) else f"{part[0].upper()}{part[1:]}: {label}"
+    title = label if part in ("test error", label) else f"{part}: {label}"
+    title = title[0].upper() + title[1:]
     run = {cell.method for cell in cells if any(recipe in found for recipe in cell.recipes)}
     asked = sorted(dict.fromkeys(cell.method for cell in cells), key=lambda method: method.control)
     methods = [method for method in asked if method in run or not method.control]
@@ -189,18 +189,17 @@ CLAIMS = tuple(Claim(**claim) for claim in FACTS["claims"])
 
 
 def claims(experiments: Collection[Experiment], found: Found) -> Table:
-    """One row for each claim of which a pair of runs is recorded."""
+    """A row for each line of a table that says something of a claim: of which a pair of runs is recorded."""
     rows = []
     known = {experiment.name: experiment for experiment in experiments}
     for claim in CLAIMS:
-        lines = list(_lines(claim, known[claim.experiment], found)) if claim.experiment in known else []
-        if lines:
-            words, numbers = zip(*lines, strict=True)
-            rows.append((claim.text, claim.source, verdict(words), "; ".join(numbers)))
-    return Table("The paper's claims", ("claim", "where", "reproduced?", "numbers"), tuple(rows), 4, NOTE)
+        lines = _lines(claim, known[claim.experiment], found) if claim.experiment in known else ()
+        rows += [(*((claim.text, claim.source) if k == 0 else ("", "")), *line) for k, line in enumerate(lines)]
+    head = ("claim", "where", "on", "reproduced?", "difference", "p", "by the start")
+    return Table("The paper's claims", head, tuple(rows), 4, NOTE)
 
 
-def _lines(claim: Claim, experiment: Experiment, found: Found) -> Iterator[tuple[str, str]]:
+def _lines(claim: Claim, experiment: Experiment, found: Found) -> Iterator[tuple[str, ...]]:
     """What each line of the table says of a claim, in a word and in numbers."""
     measure = MEASURES[claim.measure]
     cells = Variant(length=Fraction(claim.length)).cells(experiment, scores_of(list(found.values())))
@@ -211,8 +210,8 @@ def _lines(claim: Claim, experiment: Experiment, found: Found) -> Iterator[tuple
         if values:
             p, said = p_value(values), word(values, less=claim.less)
             share = fmean(part) / fmean(values) if said == "yes" and len(part) == len(values) else None
-            notes = ("" if p is None else f"p = {p:.2g}", "" if share is None else f"{share:.0%} of it by the start")
-            yield said, ", ".join(filter(None, (f"{row}, {data}: {mean_std(values, measure, '+')}", *notes)))
+            notes = ("" if p is None else f"{p:.2g}", "" if share is None else f"{share:.0%}")
+            yield f"{row}, {data}", said, mean_std(values, measure, "+"), *notes
 
 
 def p_value(values: Sequence[float]) -> float | None:
@@ -234,13 +233,3 @@ def word(values: Sequence[float], *, less: bool = True) -> str:
     if p >= LEVEL:
         return "not certain" if less else "yes"
     return "yes" if less and fmean(values) < 0 else "the reverse" if less else "no"
-
-
-def verdict(words: Sequence[str]) -> str:
-    """The words of all lines as one.
-
-    >>> verdict(["yes", "yes"]), verdict(["yes", "open", "yes"])
-    ('yes', 'yes on 2 of 3, open on 1')
-    """
-    (first, count), *others = Counter(words).most_common()
-    return first if not others else f"{first} on {count} of {len(words)}" + "".join(f", {w} on {n}" for w, n in others)

@@ -24,7 +24,7 @@ from gspace.lab.errors import RecordError, RequestError
 from gspace.lab.learners import Learner, Single, Stacked, largest_stack, stack_key, stackable
 from gspace.lab.loop import Loop, Stop, Watch, stop_requests
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import CHECKPOINT, Line, Run, environment, open_run, read_run
+from gspace.lab.record import CHECKPOINT, Json, Run, environment, open_run, read_run
 from gspace.lab.seeds import derive
 from gspace.lab.transform import feed
 
@@ -43,7 +43,7 @@ class Session:
     minutes: float | None = None  # after which `stop` gives SIGALRM, if there is such a limit
 
 
-def train(recipe: Recipe, out: str | Path, **session: Any) -> Line:
+def train(recipe: Recipe, out: str | Path, **session: Any) -> Json:
     """Runs a recipe to its end, from its checkpoint if there is one, and returns its summary; a finished one has it.
 
     `out` is the folder of run folders, `session` has fields of `Session`. Raises `Interrupted` when a signal stops it,
@@ -56,7 +56,7 @@ def train(recipe: Recipe, out: str | Path, **session: Any) -> Line:
         return run.summary
 
 
-def train_many(recipes: Sequence[Recipe], out: str | Path, **session: Any) -> list[Line]:
+def train_many(recipes: Sequence[Recipe], out: str | Path, **session: Any) -> list[Json]:
     """`train` for MLPs that differ in seed and learning rate alone, all at once as stacked weights.
 
     Each run has its own folder, as if it had been trained alone, and the same numbers up to rounding. Finished runs are
