@@ -4,7 +4,7 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -63,17 +63,16 @@ def tensors_in(value: Any) -> list[Tensor]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Attributes, buffers, gradients, flags, generators and torch's fast paths are afterwards what they were before."""
     with ONE_AT_A_TIME, ExitStack() as later:
-        for value in _held([vars(m) for m in model.modules()]):
-            later.callback(*_way_back(value))
-        for m in model.modules():
+        modules, parameters, buffers = list(model.modules()), list(model.parameters()), list(model.buffers())
+        ways = [_way_back(value) for value in _held([vars(m) for m in modules])]
+        ways += [(_restore_parameter, p, p.data, p.grad, p.requires_grad) for p in parameters]
+        ways += [(_restore, b, b.detach().clone()) for b in buffers if not b.is_meta and b.layout is torch.strided]
+        later.callback(_go_back, ways)
+        for m in modules:
             if vars(m).get("_compiled_call_impl") is not None:
                 vars(m)["_compiled_call_impl"] = None  # compiled models run as they are written
-        for p in model.parameters():
-            later.callback(_restore_parameter, p, p.data, p.grad, p.requires_grad)
+        for p in parameters:
             p.grad = None
-        for b in model.buffers():
-            if not b.is_meta and b.layout is torch.strided:
-                later.callback(_restore, b, b.detach().clone())
         later.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         later.enter_context(sdpa_kernel(SDPBackend.MATH))  # the same operations in both modes and on every device
@@ -81,15 +80,21 @@ def untouched(model: nn.Module) -> Iterator[None]:
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"]
             later.callback(numpy.random.set_state, numpy.random.get_state())
-        devices = {p.device.index for p in (*model.parameters(), *model.buffers()) if p.device.type == "cuda"}
+        devices = {p.device.index for p in (*parameters, *buffers) if p.device.type == "cuda"}
         later.enter_context(torch.random.fork_rng(sorted(i for i in devices if i is not None)))
         later.enter_context(torch.inference_mode(False))
         later.enter_context(torch.no_grad())
-        for m in model.modules():  # what was made in inference mode cannot be written outside of it
+        for m in modules:  # what was made in inference mode cannot be written outside of it
             for name, buffer in list(m._buffers.items()):
                 if buffer is not None and buffer.is_inference():
                     m._buffers[name] = buffer.clone()
         yield
+
+
+def _go_back(ways: Sequence[tuple[Any, ...]]) -> None:
+    """Restores in the opposite order."""
+    for restore, *state in reversed(ways):
+        restore(*state)
 
 
 def _held(values: Iterable[Any]) -> list[Any]:
@@ -150,9 +155,10 @@ def _restore_parameter(p: nn.Parameter, data: Tensor, grad: Tensor | None, requi
 def _restore(buffer: Tensor, before: Tensor) -> None:
     """Where bytes differ: a write would count as a change, and NaN equals itself."""
     now, then = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (buffer, before))
-    if buffer.shape != before.shape or not torch.equal(now, then):
-        with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-            buffer.copy_(before)
+    if buffer.shape == before.shape and torch.equal(now, then):
+        return
+    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+        (buffer if buffer.shape == before.shape else buffer.resize_(before.shape)).copy_(before)
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
