@@ -48,18 +48,19 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
     paper_nodes = [e for leaf, e in leaves.items() if "edge" in leaf.kinds]
     paper = _number(transparent, paper_nodes, (), ())
     paper_edges = plain(renumbered(paper_nodes, paper.of), paper.forms)
-    paper_units = ids_of(paper_edges).unique()  # plain ones may have gaps
+    paper_units = ids_of(paper_edges).unique()
+    H_paper, gaps = len(paper_units) - 1, int(paper_units[-1]) >= len(paper_units)
     buffers = {key_of(b): name for name, b in model.named_buffers()}
     m = sum(p.numel() for p in names.values() if p.requires_grad)
     frozen = units.inside(t for e in edges if not names[e.name].requires_grad for t in (e.head, e.tail))
     return Analysis(
         H=H,
         H_absorbed=units.absorbed,
-        H_paper=len(paper_units) - 1,
+        H_paper=H_paper,
         m=m,
         dim=m - H + sum(u <= H for u in frozen),
         edges=edges,
-        transparent=renumbered(paper_edges, lambda ids: torch.searchsorted(paper_units, ids)),
+        transparent=renumbered(paper_edges, lambda ids: torch.searchsorted(paper_units, ids)) if gaps else paper_edges,
         statistics=tuple(
             Statistic(buffers[key], units.of(nodes), power)
             for key, (nodes, power) in follow.statistics.items()
@@ -70,7 +71,7 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
         residual=residual,
         forms=units.forms,
         unseen=unseen,
-        passes={kind: units.inside(map(units.of, nodes)) for kind, nodes in follow.passed.items()},
+        passes={kind: units.inside([units.of(torch.cat(nodes))]) for kind, nodes in follow.passed.items()},
     )
 
 

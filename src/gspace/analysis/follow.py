@@ -210,9 +210,8 @@ class Follow(Run):
     def tied(self, a: Tensor, b: Tensor) -> Tensor:
         """Nodes that must be the same: the first, or the second where the first is `ANY`."""
         a, b = torch.broadcast_tensors(a, b)
-        self.equations.tie(a, b)
-        literal = thin(a)[0] == ANY
-        return self.equations.find(torch.where(a == ANY, b, a) if bool(literal.any()) else a)
+        new, literal = self.equations.tie(a, b), bool((thin(a)[0] == ANY).any())
+        return self.equations.find(torch.where(a == ANY, b, a) if literal else a) if new or literal else a
 
     def reduce(self, nodes: Tensor, dims: Sequence[int] | int | None = None, keep: bool = True) -> Tensor:
         """One scale over `dims` (all, if None or empty)."""
@@ -221,14 +220,14 @@ class Follow(Run):
         listed = sorted({d % rank for d in listed} if rank else set())
         if not nodes.numel():
             return torch.tensor(GROUND).expand([1 if d in listed else n for d, n in enumerate(nodes.shape)])
-        nodes = self.equations.find(nodes)
         for d in listed:
             if nodes.stride(d) == 0 and nodes.shape[d] > 1:
                 nodes = nodes.narrow(d, 0, 1)
-        if listed and any(nodes.shape[d] > 1 for d in listed):
+        if any(nodes.shape[d] > 1 for d in listed):
             one = nodes.amax(listed, True)
             self.equations.tie(nodes, one)
-            nodes = self.equations.find(one)
+            nodes = one
+        nodes = self.equations.find(nodes)
         return nodes if keep else nodes.reshape([n for d, n in enumerate(nodes.shape) if d not in listed])
 
     def contract(self, a: Tensor | Raw, b: Tensor | Raw, dims: Sequence[int] = (), groups: int = 1) -> Tensor:
@@ -262,8 +261,7 @@ class Follow(Run):
                 self.pin(known, "turned into numbers that are not floating, or sparse")
         kind, first = PASSES.get(name), results[0]
         if kind and isinstance(first, Tensor) and (kind == "relu" or sum(map(self.depends_on_data, tensors)) > 1):
-            found = squash(first)[0].unique()
-            self.passed.setdefault(kind, []).append(found[found > ANY])
+            self.passed.setdefault(kind, []).append(thin(first)[0].unique())
 
     def escaped(self, t: Tensor, name: str) -> None:
         self.pin(self.content(t), "its values are read outside of torch", name)

@@ -64,10 +64,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Attributes, buffers, gradients, flags, generators and torch's fast paths are afterwards what they were before."""
     with ONE_AT_A_TIME, ExitStack() as later:
         modules, parameters, buffers = list(model.modules()), list(model.parameters()), list(model.buffers())
-        ways = [_way_back(value) for value in _held([vars(m) for m in modules])]
+        held = _held([vars(m) for m in modules])
+        empty = [value for value in held if isinstance(value, CONTAINERS) and not value]  # most of what a module has
+        ways = [_way_back(value) for value in held if not isinstance(value, CONTAINERS) or value]
         ways += [(_restore_parameter, p, p.data, p.grad, p.requires_grad) for p in parameters]
         ways += [(_restore, b, b.detach().clone()) for b in buffers if not b.is_meta and b.layout is torch.strided]
-        later.callback(_go_back, ways)
+        later.callback(_go_back, ways, empty)
         for m in modules:
             if vars(m).get("_compiled_call_impl") is not None:
                 vars(m)["_compiled_call_impl"] = None  # compiled models run as they are written
@@ -91,10 +93,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _go_back(ways: Sequence[tuple[Any, ...]]) -> None:
+def _go_back(ways: Sequence[tuple[Any, ...]], empty: Sequence[Any]) -> None:
     """Restores in the opposite order."""
     for restore, *state in reversed(ways):
         restore(*state)
+    for container in empty:
+        container.clear()
 
 
 def _held(values: Iterable[Any]) -> list[Any]:
@@ -103,7 +107,7 @@ def _held(values: Iterable[Any]) -> list[Any]:
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if id(value) not in found and isinstance(value, (dict, list, set, deque, tuple)):
+        if id(value) not in found and isinstance(value, (*CONTAINERS, tuple)):
             waiting += value.values() if isinstance(value, dict) else value
         elif not isinstance(value, random.Random) and not any(hasattr(value, name) for name in GENERATORS):
             continue
@@ -111,6 +115,7 @@ def _held(values: Iterable[Any]) -> list[Any]:
     return [value for value in found.values() if not isinstance(value, tuple)]
 
 
+CONTAINERS = (dict, list, set, deque)
 GENERATORS = ("set_state", "bit_generator")  # of torch and numpy
 
 

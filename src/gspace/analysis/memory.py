@@ -71,6 +71,9 @@ class Plane:
 
     def write(self, place: Place, content: Tensor) -> None:
         """Dimensions that are written in part, or along which the content changes, are kept whole from now on."""
+        if place == self.place and content.dim() == len(place[0]):
+            self.content = content
+            return
         walks, start = self._walks(place)
         sizes = self.place[0]
         parts = [part for walk in walks for part in walk]
@@ -127,6 +130,9 @@ class Memory:
 
     def __contains__(self, t: Tensor) -> bool:
         return key_of(t) in self.shadows
+
+    def __len__(self) -> int:
+        return len(self.shadows)
 
     def read(self, t: Tensor) -> Tensor | Raw | None:
         """What is known of `t`; None: nothing, or it is memory of another element size."""

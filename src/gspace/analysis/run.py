@@ -6,7 +6,7 @@ Views, and writes through them, need no rule. What depends on the inputs, and on
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.examples import first_line
 from gspace.analysis.forward import Inputs, PathError, TraceError, arguments
@@ -72,7 +71,7 @@ class Run(TorchDispatchMode):
         self.operation = ""
         self._data: dict[int, StorageWeakRef] = {}
         self._chance: dict[int, StorageWeakRef] = {}
-        self._ticks = 0
+        self._limit = 256
 
     # What the meanings do in their own ways ---------------------------------------------------------------------------
 
@@ -114,12 +113,12 @@ class Run(TorchDispatchMode):
                 table.update((key_of(t), StorageWeakRef(t.untyped_storage())) for t in outs if key_of(t))
                 if name == "_local_scalar_dense":
                     self.branched(table is self._chance)
-        self._ticks += 1
-        if self._ticks % 256 == 0:
+        if len(self.memory) + len(self._data) > self._limit:
             self.memory.forget()
             for table in (self._data, self._chance):
                 for key in [key for key, storage in table.items() if storage.expired()]:
                     del table[key]
+            self._limit = 256 + 2 * (len(self.memory) + len(self._data))
 
     # The run ----------------------------------------------------------------------------------------------------------
 
@@ -129,10 +128,10 @@ class Run(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, writes, is_view = facts(func)
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         given = bound(func, args, kwargs)
-        for t in tree_leaves([given[target] for target in writes]):
-            if isinstance(t, Tensor) and key_of(t) in self.parameters and t.numel():
+        tensors = tensors_among(given.values())
+        for t in tensors_among(given[target] for target in writes):
+            if key_of(t) in self.parameters and t.numel():
                 raise written(self.parameters[key_of(t)])
         result: Any = None
         if not is_view and (name in self.creates or any(t in self.memory for t in tensors)):
@@ -146,7 +145,7 @@ class Run(TorchDispatchMode):
                 func(*args, **kwargs)
                 raise
         out = self.outcome(func, args, kwargs, result)
-        outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        outs = tensors_among(out if isinstance(out, (tuple, list)) else [out])
         if result is not None or (writes and not is_view and any(t in self.memory for t in outs)):
             self.settle(name, tensors, outs, result if isinstance(result, list) else [result] * len(outs))
         self._taint(torch.Tag.nondeterministic_seeded in func.tags, name, tensors, outs)
@@ -223,6 +222,12 @@ def facts(func: Any) -> tuple[str, tuple[str, ...], bool]:
     name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     writes = tuple(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     return name, writes, (func.is_view or name in VIEWS) and not func._can_decompose()  # `reshape` may copy
+
+
+def tensors_among(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments or results, which may be lists of them."""
+    several = (v if isinstance(v, (tuple, list)) else (v,) for v in values)
+    return [t for some in several for t in some if isinstance(t, Tensor)]
 
 
 @cache
