@@ -1,5 +1,6 @@
 """A run leaves no trace: what a forward pass writes, draws, keeps or switches is put back."""
 
+import gc
 import random
 import threading
 from collections import deque
@@ -90,7 +91,7 @@ def traces(model: nn.Module) -> dict[str, Any]:
     return {
         "modules": {name: plain(vars(m)) for name, m in model.named_modules(remove_duplicate=False)},
         "generators": (torch.get_rng_state().tolist(), random.getstate(), [str(x) for x in legacy]),
-        "flags": (stack, flags, backends, hooks, threading.active_count()),
+        "flags": (stack, flags, backends, hooks, threading.active_count(), gc.get_threshold()),
     }
 
 
@@ -142,6 +143,14 @@ def test_a_run_leaves_no_trace(name: str, context: str) -> None:
         after = traces(model)
     assert after == before
     assert found.H == 0  # what attributes hold is read by others
+
+
+def test_a_run_leaves_no_cycles_for_the_collector() -> None:
+    model = mlp(5, 7, 3).to(X)
+    gspace.analyze(model, X)
+    gc.collect()
+    gspace.analyze(model, X)
+    assert gc.collect() == 0
 
 
 @pytest.mark.parametrize("example", [None, X], ids=["guessed", "given"])

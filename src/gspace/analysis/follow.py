@@ -5,6 +5,7 @@ outputs have. An operation without a rule sets what it reads to ground, with its
 """
 
 import math
+import weakref
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,7 +54,8 @@ class Follow(Run):
 
     def __init__(self, rules: Mapping[str, Any], model: nn.Module, residual: str, pinned: Container[nn.Module]) -> None:
         self.equations = Equations()
-        self.weights = Weights(self.equations, self.note)
+        me = weakref.proxy(self)  # no cycle: what a run has made is freed with it
+        self.weights = Weights(self.equations, lambda count, reason: me.note(count, reason))
         super().__init__(rules, Memory(_blank, self.weights.nodes))
         self.model, self.residual, self.pinned = model, residual, pinned
         self.pins: list[Pin] = []

@@ -176,10 +176,10 @@ def attributes(model: nn.Module) -> list[Tensor]:
     """Tensors that modules hold outside of their parameters and buffers."""
     found: list[Tensor] = []
     for m in model.modules():
-        for name, value in vars(m).items():
+        for value in [value for name, value in vars(m).items() if name not in HELD]:
             if isinstance(value, Tensor):
                 found.append(value)
-            elif isinstance(value, (dict, list, tuple, deque)) and value and name not in HELD:
+            elif isinstance(value, (dict, list, tuple, deque)) and value:
                 found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     return found
 

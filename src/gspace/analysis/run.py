@@ -118,7 +118,8 @@ class Run(TorchDispatchMode):
             for table in (self._data, self._chance):
                 for key in [key for key, storage in table.items() if storage.expired()]:
                     del table[key]
-            self._limit = 256 + 2 * (len(self.memory) + len(self._data))
+            kept = len(self.memory) + len(self._data)
+            self._limit = kept + max(64, kept // 2)
 
     # The run ----------------------------------------------------------------------------------------------------------
 
@@ -128,6 +129,8 @@ class Run(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, writes, is_view = facts(func)
+        if is_view and not writes:
+            return func(*args, **kwargs)  # memory that is known already
         given = bound(func, args, kwargs)
         tensors = tensors_among(given.values())
         for t in tensors_among(given[target] for target in writes):
