@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
 from gspace.analysis.forward import Inputs, arguments, attributes, set_mode, tensors_in
@@ -47,6 +46,7 @@ class Follow(Run):
         powers: By storage, the power of what its nodes stand for, if nobody has asked for it yet.
         positions: First and last use of the parameters, in the order of the run.
         branches: How many branches depended on chance.
+        held: Storages of parameters and buffers, whose values may change.
         passed: What nodes went through, by the names of `PASSES`.
     """
 
@@ -67,6 +67,7 @@ class Follow(Run):
         self.positions: dict[Leaf, tuple[int, int]] = {}
         self.passed: dict[str, list[Tensor]] = {}
         self.position = self.branches = 0
+        self.held: set[int] = set()
 
     def enter(self, left: Container[str]) -> None:
         """Every parameter, before it is read; those that share memory, are complex or are to be left stay ground."""
@@ -74,6 +75,7 @@ class Follow(Run):
         for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if t.layout == torch.strided and t.numel():
                 spans.setdefault(key_of(t), []).append((name, *_span(t)))
+        self.held.update(spans)
         for name, p in self.model.named_parameters():
             if not p.numel():
                 continue
@@ -113,7 +115,7 @@ class Follow(Run):
 
     def _once(self, example: Inputs) -> None:
         self.position = 0
-        self.given([t for t in tree_leaves(arguments(example)) if isinstance(t, Tensor)])
+        self.given(tensors_in(arguments(example), caches=True))
         known = {id(t) for t in attributes(self.model)}
         out = called(self, self.model, example)
         for name, p in self.model.named_parameters():
@@ -130,8 +132,10 @@ class Follow(Run):
     # Shadows ----------------------------------------------------------------------------------------------------------
 
     def unknown(self, t: Any) -> bool:
-        """Whether another batch may have other values here, or there are none (meta device)."""
-        return self.depends_on_data(t) or (isinstance(t, Tensor) and t.is_meta)
+        """Whether another run may have other values here, or there are none (meta device)."""
+        if not isinstance(t, Tensor):
+            return False
+        return self.leaked or t.is_meta or self.depends_on_data(t) or self.depends_on_chance(t)
 
     def content(self, t: Any) -> Tensor | Raw:
         """What is known of a tensor or number."""
@@ -139,7 +143,7 @@ class Follow(Run):
             return torch.tensor(ANY if t == 0 or abs(t) == math.inf else GROUND)
         power = self.powers.pop(key_of(t), 1)
         if t not in self.memory:
-            literal = t.dim() == 0 and t.is_floating_point() and not (t.is_meta or self.depends_on_data(t))
+            literal = t.dim() == 0 and t.is_floating_point() and not (self.unknown(t) or key_of(t) in self.held)
             zero = literal and bool((t == 0) | t.isinf())
             return torch.tensor(ANY if zero else GROUND).expand(t.shape)
         if power != 1:
@@ -186,11 +190,13 @@ class Follow(Run):
         where = self.modules[-1][0] if self.modules else "the model"
         self.pins.append(Pin(operation or self.operation, where, count, reason))
 
-    def absorb(self, nodes: Tensor) -> None:
-        """An ε is in the way: a symmetry only as it goes to 0."""
-        found = self.equations.find(squash(nodes)[0]).unique()
+    def absorb(self, nodes: Tensor) -> Tensor:
+        """An ε is in the way: a symmetry only as it goes to 0. The nodes with it; a literal 0 is none any more."""
+        few = squash(nodes)[0]
+        found = self.equations.find(few).unique()
         if bool((found > ANY).any()):
             self.absorbed.append(found[found > ANY])
+        return torch.where(nodes == ANY, GROUND, nodes) if bool((few == ANY).any()) else nodes
 
     def add(self, x: Any, y: Any) -> Tensor:
         """What is added or compared has one scale; with residual="pin", two activations that differ have none."""
@@ -266,7 +272,10 @@ class Follow(Run):
             self.passed.setdefault(kind, []).append(thin(first)[0].unique())
 
     def escaped(self, t: Tensor, name: str) -> None:
-        self.pin(self.content(t), "its values are read outside of torch", name)
+        content = self.content(t)
+        self.pin(content, "its values are read outside of torch", name)
+        if isinstance(content, Tensor):
+            self.memory.write(t, None)  # or written there: nothing is known of it
 
     def branched(self, chance: bool) -> None:
         self.branches += chance

@@ -4,9 +4,8 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -48,15 +47,30 @@ def arguments(example_input: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise TypeError(f"example_input must be a Tensor, a tuple or a dict of inputs, got {type(example_input).__name__}")
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of an output, in tuples, lists, dicts and dataclasses. Other objects, such as caches, are none."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, f.name) for f in fields(value)]
-    return [t for part in value for t in tensors_in(part)] if isinstance(value, (tuple, list)) else []
+def tensors_in(value: Any, *, caches: bool = False) -> list[Tensor]:
+    """The tensors of inputs or outputs, in containers and in attributes of objects, each once.
+
+    A module is none of these. Nor is a cache of keys and values, if it comes out: the model reads it again.
+    """
+    found: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        cached = any("Cache" in kind.__name__ for kind in type(value).__mro__)
+        if id(value) in found or isinstance(value, (nn.Module, type, str, bytes, range)) or (cached and not caches):
+            continue
+        found[id(value)] = value
+        if isinstance(value, Mapping):
+            waiting += reversed([*value.values()])
+        elif isinstance(value, (Sequence, Set, ValuesView)):
+            waiting += reversed([*value])
+        elif isinstance(value, Iterator):
+            raise TraceError("the model returns an iterator, which can be read once: return a list or tuple")
+        elif not isinstance(value, Tensor):
+            slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+            held = {**{name: getattr(value, name, None) for name in slots}, **getattr(value, "__dict__", {})}
+            waiting += reversed([*held.values()])
+    return [t for t in found.values() if isinstance(t, Tensor)]
 
 
 @contextmanager
@@ -78,6 +92,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
         later.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         later.enter_context(sdpa_kernel(SDPBackend.MATH))  # the same operations in both modes and on every device
+        if any(isinstance(m, nn.RNNBase) for m in modules):  # they have kernels for all of a layer
+            later.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+            torch._C._set_mkldnn_enabled(False)  # `torch.backends.mkldnn.flags` warns of TF32
+            later.enter_context(torch.backends.cudnn.flags(enabled=False))
         later.callback(random.setstate, random.getstate())
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"]

@@ -43,6 +43,12 @@ def ground(s: Follow, c: Call) -> Nodes:
     return None
 
 
+def drawn(s: Follow, c: Call) -> Nodes:
+    """normal, bernoulli …: reads what says how to draw, but not the tensor that it fills or only takes the size of."""
+    filled = c.in_place or c.get("p") is not None
+    return nonlinear(s, Call(c.name, c.function, {k: v for k, v in c.args.items() if k != "self" or not filled}))
+
+
 def created(s: Follow, c: Call) -> Nodes:
     """zeros, full, fill …: a literal 0 takes any scale."""
     value = 0.0 if "zero" in c.name else c.get("fill_value", "value", "s")
@@ -82,6 +88,11 @@ def _here(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.cpu()
+
+
+def diagonal(s: Follow, c: Call) -> Nodes:
+    """diag_embed: zeros all around, which take any scale."""
+    return c.run(self=s.ids(c["self"]) - ANY) + ANY
 
 
 def joined(s: Follow, c: Call) -> Nodes:
@@ -133,6 +144,8 @@ def chosen(s: Follow, c: Call) -> Nodes:
 
 def collected(s: Follow, c: Call) -> Nodes:
     """Rows that are written onto others, several perhaps onto one."""
+    if c.get("reduce") in ("prod", "multiply"):
+        return nonlinear(s, c)
     x, rows = s.ids(c["self"]), s.ids(c.get("values", "source", "src", "value"))
     if c.name == "index_put" and not c["accumulate"] and not any(s.unknown(i) for i in c["indices"]):
         return torch.ops.aten.index_put(x.contiguous(), tree_map(_here, c["indices"]), rows)
@@ -150,6 +163,8 @@ def product(s: Follow, c: Call) -> Nodes:
         return nonlinear(s, c)
     x, y = c["self"], c["other"]
     sign = 1 if c.name == "mul" else -1
+    if not isinstance(y, Tensor):
+        return s.ids(x)  # also a factor of 0, which may grow
     for one, other in ((x, y), (y, x)) if sign == 1 else ():
         raw = s.raw(other)
         if raw is not None and s.raw(one) is None:
@@ -169,7 +184,8 @@ def power(s: Follow, c: Call) -> Nodes:
     exponent = POWERS.get(c.name) or c["exponent"]
     if isinstance(exponent, Tensor) or not isinstance(c["self"], Tensor):
         return nonlinear(s, c)
-    p = Fraction(float(exponent)).limit_denominator(64)
+    p = Fraction(exponent).limit_denominator(64)  # 1/3 as it was meant
+    p = p if float(p) == float(exponent) else Fraction(exponent)
     if p == 0:
         return None
     return s.equations.sum(int(p) if p.denominator == 1 else p, s.ids(c["self"]), 1, ZERO)
@@ -178,11 +194,11 @@ def power(s: Follow, c: Call) -> Nodes:
 def added(s: Follow, c: Call) -> Nodes:
     """Things that are added, compared or chosen from have one scale. A small number is an ε; 1 + w is a gain."""
     x, y = c["self"], c.get("other", "value")
+    y = y * c["alpha"] if c.get("alpha") is not None and not isinstance(y, Tensor) else y
     for one, other in ((x, y), (y, x)):
         if isinstance(one, (int, float)) and one and math.isfinite(one) and c.name in ("add", "sub", "rsub"):
             if abs(one) < EPSILON:
-                s.absorb(s.ids(other))
-                return s.ids(other)
+                return s.absorb(s.ids(other))
             raw = s.raw(other)
             if raw is not None and c.name == "add":
                 return s.weights.edges(raw, ZERO, raw.sizes, float(one))
@@ -200,9 +216,8 @@ def clamped(s: Follow, c: Call) -> Nodes:
     bounds = [b for b in bounds if b is not None]
     if any(isinstance(b, Tensor) or (abs(b) >= EPSILON and abs(b) != math.inf) for b in bounds):
         return nonlinear(s, c)
-    if any(b and abs(b) != math.inf for b in bounds):
-        s.absorb(s.ids(c["self"]))
-    return s.ids(c["self"])
+    nodes = s.ids(c["self"])
+    return s.absorb(nodes) if any(b and abs(b) != math.inf for b in bounds) else nodes
 
 
 def prelu(s: Follow, c: Call) -> Nodes:
@@ -223,6 +238,8 @@ def reduced(s: Follow, c: Call) -> Nodes | list[Nodes]:
     if isinstance(c.get("other"), Tensor):
         return s.add(c["self"], c["other"])
     dims, keep = c.get("dim"), bool(c.get("keepdim"))
+    if c.get("ord", "p") == 0:
+        return None  # how many are not 0
     one = s.reduce(s.ids(c["self"]), dims, keep)
     if c.get("dtype") is not None and not c["dtype"].is_floating_point:
         return one

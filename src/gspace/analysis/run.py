@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -59,8 +60,10 @@ class Run(TorchDispatchMode):
         rules: By operation; "" is the rule of those that are in no row.
         parameters: Names of parameters by storage.
         modules: In which module the run is, by name and kind; the innermost last.
+        leaked: Whether data have left torch, and may come back as numbers that look like constants.
     """
 
+    supports_higher_order_operators = True  # to refuse them
     creates: frozenset[str] = frozenset()  # operations whose result is known though nothing is that they read
 
     def __init__(self, rules: Mapping[str, Any], memory: Any) -> None:
@@ -68,7 +71,7 @@ class Run(TorchDispatchMode):
         self.rules, self.memory = rules, memory
         self.parameters: dict[int, str] = {}
         self.modules: list[tuple[str, str]] = []
-        self.operation = ""
+        self.operation, self.leaked = "", False
         self._data: dict[int, StorageWeakRef] = {}
         self._chance: dict[int, StorageWeakRef] = {}
         self._limit = 256
@@ -124,6 +127,8 @@ class Run(TorchDispatchMode):
     # The run ----------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise TraceError(f"{func.name()} (torch.cond, flex_attention …) cannot be followed: write it without")
         with torch._C.DisableTorchFunction():  # shadows are where they are, whatever the default device
             return self._dispatch(func, args, kwargs or {})
 
@@ -133,7 +138,10 @@ class Run(TorchDispatchMode):
             return func(*args, **kwargs)  # memory that is known already
         given = bound(func, args, kwargs)
         tensors = tensors_among(given.values())
-        for t in tensors_among(given[target] for target in writes):
+        if any(t.is_nested for t in tensors):
+            raise TraceError("nested tensors cannot be followed: pad them")
+        targets = tensors_among(given[target] for target in writes)
+        for t in targets:
             if key_of(t) in self.parameters and t.numel():
                 raise written(self.parameters[key_of(t)])
         result: Any = None
@@ -149,6 +157,8 @@ class Run(TorchDispatchMode):
                 raise
         out = self.outcome(func, args, kwargs, result)
         outs = tensors_among(out if isinstance(out, (tuple, list)) else [out])
+        if name not in self.rules:  # it may write into what it does not return
+            outs += [t for t in targets if not any(t is known for known in outs)]
         if result is not None or (writes and not is_view and any(t in self.memory for t in outs)):
             self.settle(name, tensors, outs, result if isinstance(result, list) else [result] * len(outs))
         self._taint(torch.Tag.nondeterministic_seeded in func.tags, name, tensors, outs)
@@ -171,9 +181,11 @@ class Escapes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in ESCAPES and args and isinstance(args[0], Tensor) and args[0] in self.run.memory:
+        if name in ESCAPES and args and isinstance(args[0], Tensor):
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                self.run.escaped(args[0].detach(), name)
+                self.run.leaked |= self.run.depends_on_data(args[0]) or self.run.depends_on_chance(args[0])
+                if args[0] in self.run.memory:
+                    self.run.escaped(args[0].detach(), name)
         return func(*args, **(kwargs or {}))
 
 
