@@ -22,6 +22,7 @@ from attentions import (
     NormedAttention,
     TorchAttention,
     by_hand,
+    flash,
     grouped,
     linear_attention,
     masked,
@@ -145,6 +146,7 @@ ATTENTION = (
     # 2 heads of 2: V → O 4, Q → K 4.
     Module("attention-fused", Attention, TOKENS, 8),
     Module("attention-math", partial(Attention, math), TOKENS, 8),
+    Module("attention-flash", partial(Attention, flash), TOKENS, 8),
     Module("attention-by-hand", partial(Attention, by_hand), TOKENS, 8),
     Module("attention-masked", partial(Attention, masked), TOKENS, 8),
     # Biases scale along; those of the keys do nothing.

@@ -22,9 +22,8 @@ from gspace.analysis.run import Run, called, written
 from gspace.analysis.weights import LARGEST, ZERO, Leaf, Weights, channels, overlap
 
 Nodes = Tensor | Raw | None
+CREATED = frozenset("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill".split())
 QUIET, MOST = 5, 24  # where chance decides a branch: runs in a row that must say nothing new, and runs at most
-KERNELS = "flash_attention_for_cpu flash_attention efficient_attention cudnn_attention fused_attention_overrideable"
-ATTENTION = [f"_scaled_dot_product_{name}" for name in KERNELS.split()]
 
 
 class Norm(NamedTuple):
@@ -50,7 +49,7 @@ class Follow(Run):
         passed: What nodes went through, by the names of `PASSES`.
     """
 
-    creates = frozenset("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill".split())
+    creates = CREATED
 
     def __init__(self, rules: Mapping[str, Any], model: nn.Module, residual: str, pinned: Container[nn.Module]) -> None:
         self.equations = Equations()
@@ -280,7 +279,7 @@ class Follow(Run):
 
 PASSES = {
     **dict.fromkeys("relu leaky_relu rrelu_with_noise _prelu_kernel prelu clamp_min threshold".split(), "relu"),
-    **dict.fromkeys(("bmm", *ATTENTION), "attention"),
+    "bmm": "attention",
     "mul": "gate",
 }
 

@@ -84,7 +84,7 @@ class Run(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def settle(self, name: str, tensors: Sequence[Any], outs: Sequence[Tensor], results: Sequence[Any]) -> None:
-        """Writes results to the shadows of the outputs."""
+        """Writes results to the shadows of the outputs, if they are not where they belong already."""
 
     def escaped(self, t: Tensor, name: str) -> None:
         """Values leave torch."""
