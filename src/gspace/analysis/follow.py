@@ -194,15 +194,14 @@ class Follow(Run):
     def add(self, x: Any, y: Any) -> Tensor:
         """What is added or compared has one scale; with residual="pin", two activations that differ have none."""
         a, b = torch.broadcast_tensors(self.ids(x), self.ids(y))
+        fa, fb = thin(a, b)
         if self.residual == "pin" and self.depends_on_data(x) and self.depends_on_data(y):
-            fa, fb = thin(a, b)
             differ = (fa != fb) & (fa > ANY) & (fb > ANY)
             if bool(differ.any()):
                 left, right = fa[differ].unique(), fb[differ].unique()
                 if not torch.equal(left, right):  # a rotary embedding adds a value to a permutation of itself
                     reason = "a residual connection (residual='tie' would tie the two streams)"
                     self.pin(torch.cat([left, right]), reason)
-        fa, fb = thin(a, b)
         met = ((fa == GROUND) | (fb == GROUND)) & (fa != ANY) & (fb != ANY) & (fa != fb)
         if bool(met.any()):
             self.pin(torch.maximum(fa, fb)[met], "meets what has no scale")
@@ -225,7 +224,8 @@ class Follow(Run):
             if nodes.stride(d) == 0 and nodes.shape[d] > 1:
                 nodes = nodes.narrow(d, 0, 1)
         if any(nodes.shape[d] > 1 for d in listed):
-            one = nodes.amax(listed, True)
+            one = torch.where(nodes == ANY, -1, nodes).amax(listed, True)  # a literal zero is of no weight
+            one = torch.where(one < 0, ANY, one)
             self.equations.tie(nodes, one)
             nodes = one
         nodes = self.equations.find(nodes)

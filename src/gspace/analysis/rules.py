@@ -7,6 +7,7 @@ operation has which rule is said in `operations.py`.
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import torch
@@ -65,10 +66,7 @@ def moved(s: Follow, c: Call) -> Nodes | list[Nodes]:
     """Moves elements about: so it does with their nodes. Where data decide how, all of them have one scale."""
     tensors = [t for t in tree_leaves(c.args) if isinstance(t, Tensor)]
     if any(s.unknown(t) for t in tensors if not t.is_floating_point()):
-        ones = [s.reduce(s.ids(t)).reshape(()) for t in tensors if t.is_floating_point()]
-        for one in ones:
-            s.equations.tie(ones[0], one)
-        return ones[0]
+        return reduce(s.tied, [s.reduce(s.ids(t)).reshape(()) for t in tensors if t.is_floating_point()])
 
     def nodes(t: Any) -> Any:
         return s.ids(t).contiguous() if isinstance(t, Tensor) and t.is_floating_point() else _here(t)
