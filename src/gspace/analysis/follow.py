@@ -21,9 +21,8 @@ from gspace.analysis.run import Run, called, written
 from gspace.analysis.weights import LARGEST, ZERO, Leaf, Weights, channels, overlap
 
 Nodes = Tensor | Raw | None
+CREATED = frozenset("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill".split())
 QUIET, MOST = 5, 24  # where chance decides a branch: runs in a row that must say nothing new, and runs at most
-KERNELS = "flash_attention_for_cpu flash_attention efficient_attention cudnn_attention fused_attention_overrideable"
-ATTENTION = [f"_scaled_dot_product_{name}" for name in KERNELS.split()]
 
 
 class Norm(NamedTuple):
@@ -50,7 +49,7 @@ class Follow(Run):
         passed: What nodes went through, by the names of `PASSES`.
     """
 
-    creates = frozenset("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill".split())
+    creates = CREATED
 
     def __init__(self, rules: Mapping[str, Any], model: nn.Module, residual: str, pinned: Container[nn.Module]) -> None:
         self.equations = Equations()
@@ -201,15 +200,14 @@ class Follow(Run):
     def add(self, x: Any, y: Any) -> Tensor:
         """What is added or compared has one scale; with residual="pin", two activations that differ have none."""
         a, b = torch.broadcast_tensors(self.ids(x), self.ids(y))
+        fa, fb = thin(a, b)
         if self.residual == "pin" and self.depends_on_data(x) and self.depends_on_data(y):
-            fa, fb = thin(a, b)
             differ = (fa != fb) & (fa > ANY) & (fb > ANY)
             if bool(differ.any()):
                 left, right = fa[differ].unique(), fb[differ].unique()
                 if not torch.equal(left, right):  # a rotary embedding adds a value to a permutation of itself
                     reason = "a residual connection (residual='tie' would tie the two streams)"
                     self.pin(torch.cat([left, right]), reason)
-        fa, fb = thin(a, b)
         met = ((fa == GROUND) | (fb == GROUND)) & (fa != ANY) & (fb != ANY) & (fa != fb)
         if bool(met.any()):
             self.pin(torch.maximum(fa, fb)[met], "meets what has no scale")
@@ -232,7 +230,8 @@ class Follow(Run):
             if nodes.stride(d) == 0 and nodes.shape[d] > 1:
                 nodes = nodes.narrow(d, 0, 1)
         if any(nodes.shape[d] > 1 for d in listed):
-            one = nodes.amax(listed, True)
+            one = torch.where(nodes == ANY, -1, nodes).amax(listed, True)  # a literal zero is of no weight
+            one = torch.where(one < 0, ANY, one)
             self.equations.tie(nodes, one)
             nodes = one
         nodes = self.equations.find(nodes)
@@ -289,7 +288,7 @@ class Follow(Run):
 
 PASSES = {
     **dict.fromkeys("relu leaky_relu rrelu_with_noise _prelu_kernel prelu clamp_min threshold".split(), "relu"),
-    **dict.fromkeys(("bmm", *ATTENTION), "attention"),
+    "bmm": "attention",
     "mul": "gate",
 }
 

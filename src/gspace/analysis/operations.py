@@ -10,7 +10,7 @@ from typing import Any
 
 from gspace.analysis import pathrules as paths
 from gspace.analysis import rules
-from gspace.analysis.follow import ATTENTION
+from gspace.analysis.follow import CREATED
 from gspace.analysis.pathrules import NOT_HOMOGENEOUS, UNKNOWN
 from gspace.analysis.sums import READ
 
@@ -78,7 +78,6 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str | None], ...] = (
     ),
     ("_grouped_mm", rules.grouped_product, UNKNOWN),
     ("_trilinear", rules.trilinear, UNKNOWN),
-    (" ".join(ATTENTION), rules.attention, NOT_HOMOGENEOUS),
     # norms
     ("native_layer_norm _fused_rms_norm rms_norm", rules.layer_norm, NOT_HOMOGENEOUS),
     ("native_group_norm", rules.group_norm, NOT_HOMOGENEOUS),
@@ -88,9 +87,8 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str | None], ...] = (
         rules.batch_norm,
         paths.batch_norm,
     ),
-    ("_weight_norm_interface", rules.weight_norm, NOT_HOMOGENEOUS),
     # what no positive scale changes
-    ("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill", rules.created, paths.filled),
+    (" ".join(CREATED), rules.created, paths.filled),
     (
         "ones_like empty_like rand_like randn_like empty new_empty new_ones uniform exponential random "
         "empty_strided new_empty_strided randint_like is_same_size sym_size _has_compatible_shallow_copy_type set_data "

@@ -7,6 +7,7 @@ operation has which rule is said in `operations.py`.
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import torch
@@ -71,10 +72,7 @@ def moved(s: Follow, c: Call) -> Nodes | list[Nodes]:
     """Moves elements about: so it does with their nodes. Where data decide how, all of them have one scale."""
     tensors = [t for t in tree_leaves(c.args) if isinstance(t, Tensor)]
     if any(s.unknown(t) for t in tensors if not t.is_floating_point()):
-        ones = [s.reduce(s.ids(t)).reshape(()) for t in tensors if t.is_floating_point()]
-        for one in ones:
-            s.equations.tie(ones[0], one)
-        return ones[0]
+        return reduce(s.tied, [s.reduce(s.ids(t)).reshape(()) for t in tensors if t.is_floating_point()])
 
     def nodes(t: Any) -> Any:
         return s.ids(t).contiguous() if isinstance(t, Tensor) and t.is_floating_point() else _here(t)
@@ -319,19 +317,6 @@ def grouped_product(s: Follow, c: Call) -> Nodes:
     return result[which.clamp(max=len(ends) - 1)]
 
 
-def attention(s: Follow, c: Call) -> list[Nodes]:
-    """Q and K cancel in every product; the result has the scale of V. Grouped heads share K and V."""
-    q, k, v = (s.ids(c[name]) for name in ("query", "key", "value"))
-    if k.dim() > 2 and k.shape[-3] != q.shape[-3]:
-        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-    mask = c.get("attn_mask", "attn_bias")
-    if isinstance(mask, Tensor):
-        s.pin(s.ids(mask), "inside of a softmax")
-    products = s.equations.sum(1, s.reduce(q, -2), 1, s.reduce(k, -2))
-    s.pin(products, "queries and keys meet in a softmax: one scale for both", "scaled_dot_product_attention")
-    return [s.reduce(v, -2)] + [None] * 8
-
-
 # Norms ----------------------------------------------------------------------------------------------------------------
 
 
@@ -385,10 +370,3 @@ def batch_norm(s: Follow, c: Call) -> list[Nodes]:
 
 def _channels(nodes: Tensor, rank: int) -> Tensor:
     return nodes.reshape(1, -1, *[1] * (rank - 2)) if nodes.dim() else nodes
-
-
-def weight_norm(s: Follow, c: Call) -> list[Nodes]:
-    v, g = s.ids(c["v"]), s.ids(c["g"])
-    norm = s.reduce(v, [d for d in range(v.dim()) if d != c["dim"] % v.dim()])
-    v = s.equations.find(v)
-    return [s.equations.sum(1, s.equations.sum(1, v, -1, norm), 1, g), norm]

@@ -87,7 +87,7 @@ class Run(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def settle(self, name: str, tensors: Sequence[Any], outs: Sequence[Tensor], results: Sequence[Any]) -> None:
-        """Writes results to the shadows of the outputs."""
+        """Writes results to the shadows of the outputs, if they are not where they belong already."""
 
     def escaped(self, t: Tensor, name: str) -> None:
         """Values leave torch."""
@@ -133,10 +133,10 @@ class Run(TorchDispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name, writes, is_view = facts(func)
+        name, writes, is_view, defaults = facts(func)
         if is_view and not writes:
             return func(*args, **kwargs)  # memory that is known already
-        given = bound(func, args, kwargs)
+        given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
         tensors = tensors_among(given.values())
         if any(t.is_nested for t in tensors):
             raise TraceError("nested tensors cannot be followed: pad them")
@@ -231,27 +231,20 @@ def decomposition(func: Any) -> Any:
 
 
 @cache
-def facts(func: Any) -> tuple[str, tuple[str, ...], bool]:
-    """Its name without the underscore of a call in place, the arguments it writes to, whether its result is a view."""
+def facts(func: Any) -> tuple[str, tuple[str, ...], bool, dict[str, Any]]:
+    """Its name without the underscore of a call in place, the arguments it writes to, whether its result is a view.
+
+    And all arguments, in order, with their defaults.
+    """
+    arguments = func._schema.arguments
     name = func._schema.name.removeprefix("aten::")
     name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    writes = tuple(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return name, writes, (func.is_view or name in VIEWS) and not func._can_decompose()  # `reshape` may copy
+    writes = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    is_view = (func.is_view or name in VIEWS) and not func._can_decompose()  # `reshape` may copy
+    return name, writes, is_view, {a.name: a.default_value for a in arguments}
 
 
 def tensors_among(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among arguments or results, which may be lists of them."""
     several = (v if isinstance(v, (tuple, list)) else (v,) for v in values)
     return [t for some in several for t in some if isinstance(t, Tensor)]
-
-
-@cache
-def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    arguments = func._schema.arguments
-    return tuple(a.name for a in arguments), {a.name: a.default_value for a in arguments}
-
-
-def bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name."""
-    names, defaults = _signature(func)
-    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
