@@ -182,8 +182,8 @@ def power(s: Follow, c: Call) -> Nodes:
     exponent = POWERS.get(c.name) or c["exponent"]
     if isinstance(exponent, Tensor) or not isinstance(c["self"], Tensor):
         return nonlinear(s, c)
-    p = Fraction(exponent).limit_denominator(64)  # 1/3 as it was meant
-    p = p if float(p) == float(exponent) else Fraction(exponent)
+    p, simple = Fraction(float(exponent)), Fraction(float(exponent)).limit_denominator(64)
+    p = simple if float(simple) == float(p) else p  # 1/3 as it was meant
     if p == 0:
         return None
     return s.equations.sum(int(p) if p.denominator == 1 else p, s.ids(c["self"]), 1, ZERO)
