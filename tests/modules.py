@@ -22,6 +22,7 @@ from attentions import (
     NormedAttention,
     TorchAttention,
     by_hand,
+    flash,
     grouped,
     linear_attention,
     masked,
@@ -60,7 +61,8 @@ class Module:
     Attributes:
         shapes: Shape of each input, without the batch.
         vocabulary: Inputs are integers below it (0: normal floats).
-        free: Single weights that no output depends on at any weights; they are no unit. None: derivatives cannot tell.
+        free: Single weights that no output depends on at any weights, which are no unit, and scales that are left out.
+            None: derivatives cannot tell.
         why: What makes them free, or what hides from derivatives.
     """
 
@@ -145,6 +147,7 @@ ATTENTION = (
     # 2 heads of 2: V → O 4, Q → K 4.
     Module("attention-fused", Attention, TOKENS, 8),
     Module("attention-math", partial(Attention, math), TOKENS, 8),
+    Module("attention-flash", partial(Attention, flash), TOKENS, 8),
     Module("attention-by-hand", partial(Attention, by_hand), TOKENS, 8),
     Module("attention-masked", partial(Attention, masked), TOKENS, 8),
     # Biases scale along; those of the keys do nothing.
@@ -320,6 +323,30 @@ WAYS = (
     # Sorting compares the 5.
     Module("sorted", net(lambda n, x: n.b(F.relu(n.a(x)).sort(-1).values), a=(4, 5), b=(5, 3)), VECTOR, 1),
     Module("gather", net(lambda n, x: n.b(F.relu(n.a(x))[:, [0, 2, 2, 4, 1, 3]]), a=(4, 5), b=(6, 3)), VECTOR, 5),
+    # Zeros beside the data: their sum has no scale, so neither have the 5.
+    Module(
+        "zeros-and-data",
+        net(
+            lambda n, x: n.b(F.relu(n.a(x)) + x.new_zeros(len(x), 6).slice_scatter(x, 1, 0, 4).sum(-1, True)),
+            a=(4, 5),
+            b=(5, 3),
+        ),
+        VECTOR,
+        0,
+    ),
+    # Rows are put among zeros in an order that data choose: one scale.
+    Module(
+        "zeros-by-order",
+        net(
+            lambda n, x: n.b(x.new_zeros(len(x), 5).index_copy(0, x[:, 0].argsort(), F.relu(n.a(x)))),
+            a=(4, 5),
+            b=(5, 3),
+        ),
+        VECTOR,
+        1,
+        free=4,
+        why="columns are not told apart where data choose rows",
+    ),
     # A tanh pins what goes in; 6 behind it.
     Module("tanh", sequence(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)), VECTOR, 6),
 )

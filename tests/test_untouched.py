@@ -1,5 +1,6 @@
 """A run leaves no trace: what a forward pass writes, draws, keeps or switches is put back."""
 
+import gc
 import random
 import threading
 from collections import deque
@@ -25,13 +26,14 @@ X = normal(6, 5)
 
 
 class Busy(nn.Module):
-    """Writes buffers, draws from every generator, leaves activations behind, and fails on demand."""
+    """Writes and resizes buffers, draws from every generator, leaves activations behind, and fails on demand."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.n, self.drop, self.o = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(), nn.Linear(7, 3)
         self.register_buffer("mean", torch.ones(5))
         self.register_buffer("steps", torch.zeros((), dtype=torch.long), persistent=False)
+        self.register_buffer("grown", torch.ones(2))
         self.generator = torch.Generator().manual_seed(7)
         self.log: list[Any] = []
         self.kept: dict[str, Any] = {"all": [], "last": deque([1], maxlen=1), "names": {"x"}}
@@ -42,6 +44,7 @@ class Busy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0).to(self.mean))
         self.steps += 1
+        self.grown.resize_(len(self.grown) + 1).fill_(2.0)
         noise = torch.rand((), generator=self.generator).to(x) + torch.rand(()).to(x) + random.random()
         noise = noise + np.random.rand() + sum(held.random() for held in self.held)  # noqa: NPY002 - users do
         h = self.drop(F.relu(self.n(self.a((x - self.mean) * noise))))
@@ -88,7 +91,7 @@ def traces(model: nn.Module) -> dict[str, Any]:
     return {
         "modules": {name: plain(vars(m)) for name, m in model.named_modules(remove_duplicate=False)},
         "generators": (torch.get_rng_state().tolist(), random.getstate(), [str(x) for x in legacy]),
-        "flags": (stack, flags, backends, hooks, threading.active_count()),
+        "flags": (stack, flags, backends, hooks, threading.active_count(), gc.get_threshold()),
     }
 
 
@@ -140,6 +143,14 @@ def test_a_run_leaves_no_trace(name: str, context: str) -> None:
         after = traces(model)
     assert after == before
     assert found.H == 0  # what attributes hold is read by others
+
+
+def test_a_run_leaves_no_cycles_for_the_collector() -> None:
+    model = mlp(5, 7, 3).to(X)
+    gspace.analyze(model, X)
+    gc.collect()
+    gspace.analyze(model, X)
+    assert gc.collect() == 0
 
 
 @pytest.mark.parametrize("example", [None, X], ids=["guessed", "given"])

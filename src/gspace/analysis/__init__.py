@@ -7,8 +7,9 @@ What is free at the end is a unit (`assemble`; the `result`).
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -88,11 +89,22 @@ def analyze(
                     follow.run(redrawn(examples[0], generator), ways)
         return follow
 
-    with untouched(inner):
+    with untouched(inner), _seldom_collected():
         found = on_cpu(assemble)(attempted(run, inner, example_input), model, residual)
     inside = tuple(f"{name}." for name in modules)
     unseen = {name: n for name, n in found.unseen.items() if not _bare(name).startswith(inside)}
     return replace(found, unseen=unseen, modules=modules_of(inner))
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Puts full garbage collections off: what an analysis makes it keeps, and each of them would look at all of it."""
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], 1 << 30)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def analyzed(

@@ -1,6 +1,6 @@
 """From the equations of a run to an `Analysis`: free nodes become units, everything else a linear form of them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Literal, NamedTuple
@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis.equations import ANY, Equations
+from gspace.analysis.equations import ANY, Equations, pairs
 from gspace.analysis.follow import Follow
 from gspace.analysis.memory import key_of
-from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, plain
-from gspace.analysis.weights import layout
+from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, ids_of, plain, renumbered
+from gspace.analysis.weights import Leaf, layout
 
 NONE = torch.zeros(0, dtype=torch.long, device="cpu")
 
@@ -29,9 +29,6 @@ class Units(NamedTuple):
     def of(self, nodes: Tensor) -> Tensor:
         return self.table[self.equations.find(nodes)]
 
-    def edges(self, edges: Sequence[Edges]) -> tuple[Edges, ...]:
-        return tuple(replace(e, head=self.of(e.head), tail=self.of(e.tail)) for e in edges)
-
     def inside(self, ids: Iterable[Tensor]) -> frozenset[int]:
         """Units that these are, or are linear forms of."""
         found = torch.cat([NONE, *(t.reshape(-1) for t in ids)]).unique().tolist()
@@ -39,18 +36,20 @@ class Units(NamedTuple):
 
 
 def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
-    names, exact, transparent = dict(model.named_parameters()), follow.equations, _transparent(follow)
-    norms = follow.norms.values()
-    exact.ground(*(norm.written for norm in norms if not norm.affine))
+    names, norms = dict(model.named_parameters()), follow.norms.values()
     known = {id(p): name for name, p in names.items()}
     unseen = {known[id(p)]: p.numel() for p in follow.unread()}
-    nodes = _edges(follow, known, exact, unseen, {"edge", "norm"})
+    leaves = _edges(follow, known, unseen)
+    nodes, transparent, exact = list(leaves.values()), _transparent(follow), follow.equations
+    exact.ground(*(norm.written for norm in norms if not norm.affine))
     absorbed = [*follow.absorbed, *(norm.absorbed for norm in norms)]
     units = _number(exact, nodes, absorbed, [nodes for nodes, _ in follow.statistics.values()])
-    edges, H, total = units.edges(nodes), units.exact, units.exact + units.absorbed
-    paper_nodes = _edges(follow, known, transparent, {}, {"edge"})
+    edges, H, total = renumbered(nodes, units.of), units.exact, units.exact + units.absorbed
+    paper_nodes = [e for leaf, e in leaves.items() if "edge" in leaf.kinds]
     paper = _number(transparent, paper_nodes, (), ())
-    paper_edges, H_paper = _compact(plain(paper.edges(paper_nodes), paper.forms))
+    paper_edges = plain(renumbered(paper_nodes, paper.of), paper.forms)
+    paper_units = ids_of(paper_edges).unique()
+    H_paper, gaps = len(paper_units) - 1, int(paper_units[-1]) >= len(paper_units)
     buffers = {key_of(b): name for name, b in model.named_buffers()}
     m = sum(p.numel() for p in names.values() if p.requires_grad)
     frozen = units.inside(t for e in edges if not names[e.name].requires_grad for t in (e.head, e.tail))
@@ -61,7 +60,7 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
         m=m,
         dim=m - H + sum(u <= H for u in frozen),
         edges=edges,
-        transparent=paper_edges,
+        transparent=renumbered(paper_edges, lambda ids: torch.searchsorted(paper_units, ids)) if gaps else paper_edges,
         statistics=tuple(
             Statistic(buffers[key], units.of(nodes), power)
             for key, (nodes, power) in follow.statistics.items()
@@ -72,7 +71,7 @@ def assemble(follow: Follow, model: nn.Module, residual: Residual) -> Analysis:
         residual=residual,
         forms=units.forms,
         unseen=unseen,
-        passes={kind: units.inside(map(units.of, nodes)) for kind, nodes in follow.passed.items()},
+        passes={kind: units.inside([units.of(torch.cat(nodes))]) for kind, nodes in follow.passed.items()},
     )
 
 
@@ -92,17 +91,15 @@ def _transparent(follow: Follow) -> Equations:
     return equations
 
 
-def _edges(
-    follow: Follow, names: Mapping[int, str], equations: Equations, unseen: dict[str, int], kinds: set[str]
-) -> list[Edges]:
+def _edges(follow: Follow, names: Mapping[int, str], unseen: dict[str, int]) -> dict[Leaf, Edges]:
     """The parameters that are edges between nodes, in the order of their first use; adds to `unseen`."""
-    into_norm = torch.zeros(follow.equations.count, dtype=torch.bool)
+    equations, edges = follow.equations, {}
+    into_norm = torch.zeros(equations.count, dtype=torch.bool)
     for norm in follow.norms.values():
-        into_norm[follow.equations.find(norm.absorbed)] = True
+        into_norm[equations.find(norm.absorbed)] = True
     into_norm[: ANY + 1] = False
-    edges = []
     for leaf, position in follow.positions.items():
-        if not leaf.kinds & kinds:
+        if not leaf.kinds & {"edge", "norm"}:
             continue
         name, found = names[id(leaf.parameter)], layout(leaf, equations)
         if found is None:
@@ -111,8 +108,8 @@ def _edges(
             continue
         head, tail, swap, missing = found
         unseen.update({name: missing} if missing else {})
-        normalized = bool(into_norm[follow.equations.find(leaf.head.content)].all())
-        edges.append(Edges(name, head, tail, swap, normalized, *position, leaf.shift))
+        normalized = bool(follow.norms) and bool(into_norm[equations.find(leaf.head.content)].all())
+        edges[leaf] = Edges(name, head, tail, swap, normalized, *position, leaf.shift)
     return edges
 
 
@@ -132,7 +129,7 @@ def _number(
             c = form.pop(pivot)
             equations.define(pivot, {unit: Fraction(1) / c, **{j: Fraction(-k) / c for j, k in form.items()}})
             last.add(unit)
-    plain, linked = _split(equations, [*(t for e in edges for t in (e.head, e.tail)), *others])
+    plain, linked = _split(equations, [ids_of(edges), *others])
     forms = {node: equations.form(node) for node in linked}
     inside = torch.tensor(sorted({j for form in forms.values() for j in form}), dtype=torch.long)
     free = torch.cat([plain, inside]).unique()
@@ -158,41 +155,31 @@ def _split(equations: Equations, nodes: Sequence[Tensor]) -> tuple[Tensor, list[
     return ids[~equations.linked[ids]], ids[equations.linked[ids]].tolist()
 
 
-def _compact(edges: Sequence[Edges]) -> tuple[tuple[Edges, ...], int]:
-    """The same edges, units numbered without gaps, and how many there are."""
-    sides = [t.reshape(-1) for e in edges for t in (e.head, e.tail)]
-    units = torch.cat([torch.zeros(1, dtype=torch.long), *sides]).unique()
-    number = torch.zeros(int(units.max()) + 1, dtype=torch.long)
-    number[units] = torch.arange(len(units))
-    return tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges), len(units) - 1
-
-
 def members(edges: Sequence[Edges], H: int, total: int, forms: Mapping[int, Form]) -> dict[UnitGroup, list[int]]:
-    """Units 1…total by who writes and who reads them. Each parameter adds a random signature to its units."""
-    generator = torch.Generator().manual_seed(0)
-    signature = (torch.arange(total + 1) > H).long()
-    sides = [(e.name, column, ids) for e in edges for column, ids in enumerate(_sides(e, total, forms))]
-    for _, _, ids in sides:
-        signature[ids] += torch.randint(1 << 60, (1,), generator=generator)
+    """Units 1…total by who writes and who reads them. Each side of a parameter adds a random signature to its units."""
+    side, unit = _sides(edges, total, forms)
+    drawn = torch.randint(1 << 60, (2 * len(edges),), generator=torch.Generator().manual_seed(0))
+    signature = (torch.arange(total + 1) > H).long().index_add(0, unit, drawn[side])
     member = signature[1:].unique(return_inverse=True)[1]
     parts = (member.argsort(stable=True) + 1).split(member.bincount().tolist())
     groups = {units[0]: units for units in sorted(part.tolist() for part in parts)}
     names: dict[int, tuple[list[str], list[str]]] = {u: ([], []) for u in groups}
-    first = torch.zeros(total + 1, dtype=torch.bool).index_fill(0, torch.tensor([*groups], dtype=torch.long), True)
-    for name, column, ids in sides:
-        for u in ids[first[ids]].tolist():
-            names[u][column].append(name)
+    first = torch.isin(unit, torch.tensor([*groups], dtype=torch.long))
+    for s, u in zip(side[first].tolist(), unit[first].tolist(), strict=True):
+        names[u][s % 2].append(edges[s // 2].name)
     kinds: dict[bool, Literal["exact", "absorbed"]] = {False: "exact", True: "absorbed"}
     return {UnitGroup(len(g), tuple(names[u][0]), tuple(names[u][1]), kinds[u > H]): g for u, g in groups.items()}
 
 
-def _sides(e: Edges, total: int, forms: Mapping[int, Form]) -> Iterator[Tensor]:
-    """Units that a parameter grows with, and units that it shrinks with."""
-    head, tail = e.head.unique(), e.tail.unique()
-    for side, other in ((head, tail), (tail, head)):
-        behind = [u for node in side[side > total].tolist() for u, c in forms[node] if c > 0]
-        behind += [u for node in other[other > total].tolist() for u, c in forms[node] if c < 0]
-        yield torch.cat([side[(side > 0) & (side <= total)], torch.tensor(behind, dtype=torch.long)]).unique()
+def _sides(edges: Sequence[Edges], total: int, forms: Mapping[int, Form]) -> tuple[Tensor, Tensor]:
+    """Pairs of a side and a unit, each once: side 2·k is what parameter k grows with, 2·k + 1 what it shrinks with."""
+    sizes = torch.tensor([t.numel() for e in edges for t in (e.head, e.tail)], dtype=torch.long)
+    side, unit = pairs(torch.arange(len(sizes)).repeat_interleave(sizes), ids_of(edges)[1:])[0]
+    linked = zip(side[unit > total].tolist(), unit[unit > total].tolist(), strict=True)
+    behind = [(s if c > 0 else s ^ 1, u) for s, node in linked for u, c in forms[node]]
+    here = (unit > 0) & (unit <= total)
+    sides, units = torch.tensor(behind, dtype=torch.long).reshape(-1, 2).unbind(1)
+    return pairs(torch.cat([side[here], sides]), torch.cat([unit[here], units]))[0]
 
 
 def _pinned(pins: Sequence[Pin]) -> tuple[Pin, ...]:

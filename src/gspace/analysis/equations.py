@@ -112,13 +112,16 @@ class Equations:
     def tie(self, a: Tensor, b: Tensor) -> int:
         """Adds x_a = x_b, element by element; how many of these equations were new. `ANY` agrees with everything."""
         a, b = thin(self.find(a), self.find(b))
-        differ = (a != b) & (a != ANY) & (b != ANY)
+        differ = a != b
         if not bool(differ.any()):
             return 0
-        a, b = pairs(a[differ], b[differ])[0]
+        differ &= (a != ANY) & (b != ANY)
+        a, b = a[differ], b[differ]
+        if not self.forms:
+            return self._join(a, b)
         linked = self.linked[a] | self.linked[b]
         new = self._join(a[~linked], b[~linked])
-        for i, j in zip(a[linked].tolist(), b[linked].tolist(), strict=True):
+        for i, j in zip(*(t.tolist() for t in pairs(a[linked], b[linked])[0]), strict=True):
             new += self.vanish(((1, i), (-1, j)))
         return new
 
@@ -142,15 +145,14 @@ class Equations:
 
     def sum(self, p: Number, a: Tensor, q: Number, b: Tensor) -> Tensor:
         """Nodes with x = p·x_a + q·x_b, `ANY` where one of them is."""
-        shape = torch.broadcast_shapes(a.shape, b.shape)
-        a, b = squash(self.find(a), self.find(b))
-        if p == 1 and not bool(b.any()):
-            return a.expand(shape)
-        if q == 1 and not bool(a.any()):
-            return b.expand(shape)
-        (left, right), which = pairs(a, b)
+        a, b = (self.find(t) for t in torch.broadcast_tensors(a, b))
+        if p == 1 and not bool(thin(b)[0].any()):
+            return a
+        if q == 1 and not bool(thin(a)[0].any()):
+            return b
+        (left, right), which = pairs(*squash(a, b))
         result = torch.tensor([self._sum(p, i, q, j) for i, j in zip(left.tolist(), right.tolist(), strict=True)])
-        return result[which].expand(shape)
+        return result[which].expand(a.shape)
 
     def _sum(self, p: Number, i: int, q: Number, j: int) -> int:
         if ANY in (i, j):
@@ -173,22 +175,22 @@ def pairs(a: Tensor, b: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (code >> 32, code & 0xFFFFFFFF), which
 
 
-def thin(*tensors: Tensor) -> list[Tensor]:
+def thin(*tensors: Tensor) -> Sequence[Tensor]:
     """The same nodes with size 1 along every dimension that all of them are expanded over; reads none."""
-    return _narrow(tensors, lambda t, d: t.stride(d) == 0)
+    found = torch.broadcast_tensors(*tensors) if len(tensors) > 1 else tensors
+    return _narrow(found, lambda t, d: t.stride(d) == 0) if all(0 in t.stride() for t in found) else found
 
 
-def squash(*tensors: Tensor) -> list[Tensor]:
+def squash(*tensors: Tensor) -> Sequence[Tensor]:
     """The same nodes with size 1 along every dimension in which none of them changes."""
-    return _narrow(tensors, constant)
+    return _narrow(torch.broadcast_tensors(*tensors) if len(tensors) > 1 else tensors, constant)
 
 
-def _narrow(tensors: Sequence[Tensor], same: Callable[[Tensor, int], bool]) -> list[Tensor]:
-    found = list(torch.broadcast_tensors(*tensors))
-    for d in range(found[0].dim()):
-        if found[0].shape[d] > 1 and all(same(t, d) for t in found):
-            found = [t.narrow(d, 0, 1) for t in found]
-    return found
+def _narrow(tensors: Sequence[Tensor], same: Callable[[Tensor, int], bool]) -> Sequence[Tensor]:
+    for d, n in enumerate(tensors[0].shape):
+        if n > 1 and all(same(t, d) for t in tensors):
+            tensors = [t.narrow(d, 0, 1) for t in tensors]
+    return tensors
 
 
 def constant(t: Tensor, d: int) -> bool:

@@ -5,13 +5,13 @@ outputs have. An operation without a rule sets what it reads to ground, with its
 """
 
 import math
+import weakref
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
 from gspace.analysis.forward import Inputs, arguments, attributes, set_mode, tensors_in
@@ -21,9 +21,8 @@ from gspace.analysis.run import Run, called, written
 from gspace.analysis.weights import LARGEST, ZERO, Leaf, Weights, channels, overlap
 
 Nodes = Tensor | Raw | None
+CREATED = frozenset("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill".split())
 QUIET, MOST = 5, 24  # where chance decides a branch: runs in a row that must say nothing new, and runs at most
-KERNELS = "flash_attention_for_cpu flash_attention efficient_attention cudnn_attention fused_attention_overrideable"
-ATTENTION = [f"_scaled_dot_product_{name}" for name in KERNELS.split()]
 
 
 class Norm(NamedTuple):
@@ -46,14 +45,16 @@ class Follow(Run):
         powers: By storage, the power of what its nodes stand for, if nobody has asked for it yet.
         positions: First and last use of the parameters, in the order of the run.
         branches: How many branches depended on chance.
+        held: Storages of parameters and buffers, whose values may change.
         passed: What nodes went through, by the names of `PASSES`.
     """
 
-    creates = frozenset("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill".split())
+    creates = CREATED
 
     def __init__(self, rules: Mapping[str, Any], model: nn.Module, residual: str, pinned: Container[nn.Module]) -> None:
         self.equations = Equations()
-        self.weights = Weights(self.equations, self.note)
+        me = weakref.proxy(self)  # no cycle: what a run has made is freed with it
+        self.weights = Weights(self.equations, lambda count, reason: me.note(count, reason))
         super().__init__(rules, Memory(_blank, self.weights.nodes))
         self.model, self.residual, self.pinned = model, residual, pinned
         self.pins: list[Pin] = []
@@ -65,6 +66,7 @@ class Follow(Run):
         self.positions: dict[Leaf, tuple[int, int]] = {}
         self.passed: dict[str, list[Tensor]] = {}
         self.position = self.branches = 0
+        self.held: set[int] = set()
 
     def enter(self, left: Container[str]) -> None:
         """Every parameter, before it is read; those that share memory, are complex or are to be left stay ground."""
@@ -72,6 +74,7 @@ class Follow(Run):
         for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if t.layout == torch.strided and t.numel():
                 spans.setdefault(key_of(t), []).append((name, *_span(t)))
+        self.held.update(spans)
         for name, p in self.model.named_parameters():
             if not p.numel():
                 continue
@@ -111,7 +114,7 @@ class Follow(Run):
 
     def _once(self, example: Inputs) -> None:
         self.position = 0
-        self.given([t for t in tree_leaves(arguments(example)) if isinstance(t, Tensor)])
+        self.given(tensors_in(arguments(example), caches=True))
         known = {id(t) for t in attributes(self.model)}
         out = called(self, self.model, example)
         for name, p in self.model.named_parameters():
@@ -128,8 +131,10 @@ class Follow(Run):
     # Shadows ----------------------------------------------------------------------------------------------------------
 
     def unknown(self, t: Any) -> bool:
-        """Whether another batch may have other values here, or there are none (meta device)."""
-        return self.depends_on_data(t) or (isinstance(t, Tensor) and t.is_meta)
+        """Whether another run may have other values here, or there are none (meta device)."""
+        if not isinstance(t, Tensor):
+            return False
+        return self.leaked or t.is_meta or self.depends_on_data(t) or self.depends_on_chance(t)
 
     def content(self, t: Any) -> Tensor | Raw:
         """What is known of a tensor or number."""
@@ -137,7 +142,7 @@ class Follow(Run):
             return torch.tensor(ANY if t == 0 or abs(t) == math.inf else GROUND)
         power = self.powers.pop(key_of(t), 1)
         if t not in self.memory:
-            literal = t.dim() == 0 and t.is_floating_point() and not (t.is_meta or self.depends_on_data(t))
+            literal = t.dim() == 0 and t.is_floating_point() and not (self.unknown(t) or key_of(t) in self.held)
             zero = literal and bool((t == 0) | t.isinf())
             return torch.tensor(ANY if zero else GROUND).expand(t.shape)
         if power != 1:
@@ -184,24 +189,25 @@ class Follow(Run):
         where = self.modules[-1][0] if self.modules else "the model"
         self.pins.append(Pin(operation or self.operation, where, count, reason))
 
-    def absorb(self, nodes: Tensor) -> None:
-        """An ε is in the way: a symmetry only as it goes to 0."""
-        found = self.equations.find(squash(nodes)[0]).unique()
+    def absorb(self, nodes: Tensor) -> Tensor:
+        """An ε is in the way: a symmetry only as it goes to 0. The nodes with it; a literal 0 is none any more."""
+        few = squash(nodes)[0]
+        found = self.equations.find(few).unique()
         if bool((found > ANY).any()):
             self.absorbed.append(found[found > ANY])
+        return torch.where(nodes == ANY, GROUND, nodes) if bool((few == ANY).any()) else nodes
 
     def add(self, x: Any, y: Any) -> Tensor:
         """What is added or compared has one scale; with residual="pin", two activations that differ have none."""
         a, b = torch.broadcast_tensors(self.ids(x), self.ids(y))
+        fa, fb = thin(a, b)
         if self.residual == "pin" and self.depends_on_data(x) and self.depends_on_data(y):
-            fa, fb = thin(a, b)
             differ = (fa != fb) & (fa > ANY) & (fb > ANY)
             if bool(differ.any()):
                 left, right = fa[differ].unique(), fb[differ].unique()
                 if not torch.equal(left, right):  # a rotary embedding adds a value to a permutation of itself
                     reason = "a residual connection (residual='tie' would tie the two streams)"
                     self.pin(torch.cat([left, right]), reason)
-        fa, fb = thin(a, b)
         met = ((fa == GROUND) | (fb == GROUND)) & (fa != ANY) & (fb != ANY) & (fa != fb)
         if bool(met.any()):
             self.pin(torch.maximum(fa, fb)[met], "meets what has no scale")
@@ -210,9 +216,8 @@ class Follow(Run):
     def tied(self, a: Tensor, b: Tensor) -> Tensor:
         """Nodes that must be the same: the first, or the second where the first is `ANY`."""
         a, b = torch.broadcast_tensors(a, b)
-        self.equations.tie(a, b)
-        literal = thin(a)[0] == ANY
-        return self.equations.find(torch.where(a == ANY, b, a) if bool(literal.any()) else a)
+        new, literal = self.equations.tie(a, b), bool((thin(a)[0] == ANY).any())
+        return self.equations.find(torch.where(a == ANY, b, a) if literal else a) if new or literal else a
 
     def reduce(self, nodes: Tensor, dims: Sequence[int] | int | None = None, keep: bool = True) -> Tensor:
         """One scale over `dims` (all, if None or empty)."""
@@ -221,14 +226,15 @@ class Follow(Run):
         listed = sorted({d % rank for d in listed} if rank else set())
         if not nodes.numel():
             return torch.tensor(GROUND).expand([1 if d in listed else n for d, n in enumerate(nodes.shape)])
-        nodes = self.equations.find(nodes)
         for d in listed:
             if nodes.stride(d) == 0 and nodes.shape[d] > 1:
                 nodes = nodes.narrow(d, 0, 1)
-        if listed and any(nodes.shape[d] > 1 for d in listed):
-            one = nodes.amax(listed, True)
+        if any(nodes.shape[d] > 1 for d in listed):
+            one = torch.where(nodes == ANY, -1, nodes).amax(listed, True)  # a literal zero is of no weight
+            one = torch.where(one < 0, ANY, one)
             self.equations.tie(nodes, one)
-            nodes = self.equations.find(one)
+            nodes = one
+        nodes = self.equations.find(nodes)
         return nodes if keep else nodes.reshape([n for d, n in enumerate(nodes.shape) if d not in listed])
 
     def contract(self, a: Tensor | Raw, b: Tensor | Raw, dims: Sequence[int] = (), groups: int = 1) -> Tensor:
@@ -262,11 +268,13 @@ class Follow(Run):
                 self.pin(known, "turned into numbers that are not floating, or sparse")
         kind, first = PASSES.get(name), results[0]
         if kind and isinstance(first, Tensor) and (kind == "relu" or sum(map(self.depends_on_data, tensors)) > 1):
-            found = squash(first)[0].unique()
-            self.passed.setdefault(kind, []).append(found[found > ANY])
+            self.passed.setdefault(kind, []).append(thin(first)[0].unique())
 
     def escaped(self, t: Tensor, name: str) -> None:
-        self.pin(self.content(t), "its values are read outside of torch", name)
+        content = self.content(t)
+        self.pin(content, "its values are read outside of torch", name)
+        if isinstance(content, Tensor):
+            self.memory.write(t, None)  # or written there: nothing is known of it
 
     def branched(self, chance: bool) -> None:
         self.branches += chance
@@ -280,7 +288,7 @@ class Follow(Run):
 
 PASSES = {
     **dict.fromkeys("relu leaky_relu rrelu_with_noise _prelu_kernel prelu clamp_min threshold".split(), "relu"),
-    **dict.fromkeys(("bmm", *ATTENTION), "attention"),
+    "bmm": "attention",
     "mul": "gate",
 }
 

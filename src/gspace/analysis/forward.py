@@ -4,9 +4,8 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -48,48 +47,76 @@ def arguments(example_input: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise TypeError(f"example_input must be a Tensor, a tuple or a dict of inputs, got {type(example_input).__name__}")
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of an output, in tuples, lists, dicts and dataclasses. Other objects, such as caches, are none."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, f.name) for f in fields(value)]
-    return [t for part in value for t in tensors_in(part)] if isinstance(value, (tuple, list)) else []
+def tensors_in(value: Any, *, caches: bool = False) -> list[Tensor]:
+    """The tensors of inputs or outputs, in containers and in attributes of objects, each once.
+
+    A module is none of these. Nor is a cache of keys and values, if it comes out: the model reads it again.
+    """
+    found: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        cached = any("Cache" in kind.__name__ for kind in type(value).__mro__)
+        if id(value) in found or isinstance(value, (nn.Module, type, str, bytes, range)) or (cached and not caches):
+            continue
+        found[id(value)] = value
+        if isinstance(value, Mapping):
+            waiting += reversed([*value.values()])
+        elif isinstance(value, (Sequence, Set, ValuesView)):
+            waiting += reversed([*value])
+        elif isinstance(value, Iterator):
+            raise TraceError("the model returns an iterator, which can be read once: return a list or tuple")
+        elif not isinstance(value, Tensor):
+            slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+            held = {**{name: getattr(value, name, None) for name in slots}, **getattr(value, "__dict__", {})}
+            waiting += reversed([*held.values()])
+    return [t for t in found.values() if isinstance(t, Tensor)]
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Attributes, buffers, gradients, flags, generators and torch's fast paths are afterwards what they were before."""
     with ONE_AT_A_TIME, ExitStack() as later:
-        for value in _held([vars(m) for m in model.modules()]):
-            later.callback(*_way_back(value))
-        for m in model.modules():
+        modules, parameters, buffers = list(model.modules()), list(model.parameters()), list(model.buffers())
+        held = _held([vars(m) for m in modules])
+        empty = [value for value in held if isinstance(value, CONTAINERS) and not value]  # most of what a module has
+        ways = [_way_back(value) for value in held if not isinstance(value, CONTAINERS) or value]
+        ways += [(_restore_parameter, p, p.data, p.grad, p.requires_grad) for p in parameters]
+        ways += [(_restore, b, b.detach().clone()) for b in buffers if not b.is_meta and b.layout is torch.strided]
+        later.callback(_go_back, ways, empty)
+        for m in modules:
             if vars(m).get("_compiled_call_impl") is not None:
                 vars(m)["_compiled_call_impl"] = None  # compiled models run as they are written
-        for p in model.parameters():
-            later.callback(_restore_parameter, p, p.data, p.grad, p.requires_grad)
+        for p in parameters:
             p.grad = None
-        for b in model.buffers():
-            if not b.is_meta and b.layout is torch.strided:
-                later.callback(_restore, b, b.detach().clone())
         later.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         later.enter_context(sdpa_kernel(SDPBackend.MATH))  # the same operations in both modes and on every device
+        if any(isinstance(m, nn.RNNBase) for m in modules):  # they have kernels for all of a layer
+            later.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+            torch._C._set_mkldnn_enabled(False)  # `torch.backends.mkldnn.flags` warns of TF32
+            later.enter_context(torch.backends.cudnn.flags(enabled=False))
         later.callback(random.setstate, random.getstate())
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"]
             later.callback(numpy.random.set_state, numpy.random.get_state())
-        devices = {p.device.index for p in (*model.parameters(), *model.buffers()) if p.device.type == "cuda"}
+        devices = {p.device.index for p in (*parameters, *buffers) if p.device.type == "cuda"}
         later.enter_context(torch.random.fork_rng(sorted(i for i in devices if i is not None)))
         later.enter_context(torch.inference_mode(False))
         later.enter_context(torch.no_grad())
-        for m in model.modules():  # what was made in inference mode cannot be written outside of it
+        for m in modules:  # what was made in inference mode cannot be written outside of it
             for name, buffer in list(m._buffers.items()):
                 if buffer is not None and buffer.is_inference():
                     m._buffers[name] = buffer.clone()
         yield
+
+
+def _go_back(ways: Sequence[tuple[Any, ...]], empty: Sequence[Any]) -> None:
+    """Restores in the opposite order."""
+    for restore, *state in reversed(ways):
+        restore(*state)
+    for container in empty:
+        container.clear()
 
 
 def _held(values: Iterable[Any]) -> list[Any]:
@@ -98,7 +125,7 @@ def _held(values: Iterable[Any]) -> list[Any]:
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if id(value) not in found and isinstance(value, (dict, list, set, deque, tuple)):
+        if id(value) not in found and isinstance(value, (*CONTAINERS, tuple)):
             waiting += value.values() if isinstance(value, dict) else value
         elif not isinstance(value, random.Random) and not any(hasattr(value, name) for name in GENERATORS):
             continue
@@ -106,6 +133,7 @@ def _held(values: Iterable[Any]) -> list[Any]:
     return [value for value in found.values() if not isinstance(value, tuple)]
 
 
+CONTAINERS = (dict, list, set, deque)
 GENERATORS = ("set_state", "bit_generator")  # of torch and numpy
 
 
@@ -150,9 +178,10 @@ def _restore_parameter(p: nn.Parameter, data: Tensor, grad: Tensor | None, requi
 def _restore(buffer: Tensor, before: Tensor) -> None:
     """Where bytes differ: a write would count as a change, and NaN equals itself."""
     now, then = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (buffer, before))
-    if buffer.shape != before.shape or not torch.equal(now, then):
-        with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-            buffer.copy_(before)
+    if buffer.shape == before.shape and torch.equal(now, then):
+        return
+    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+        (buffer if buffer.shape == before.shape else buffer.resize_(before.shape)).copy_(before)
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
@@ -165,10 +194,10 @@ def attributes(model: nn.Module) -> list[Tensor]:
     """Tensors that modules hold outside of their parameters and buffers."""
     found: list[Tensor] = []
     for m in model.modules():
-        for name, value in vars(m).items():
+        for value in [value for name, value in vars(m).items() if name not in HELD]:
             if isinstance(value, Tensor):
                 found.append(value)
-            elif isinstance(value, (dict, list, tuple, deque)) and value and name not in HELD:
+            elif isinstance(value, (dict, list, tuple, deque)) and value:
                 found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     return found
 

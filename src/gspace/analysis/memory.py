@@ -71,6 +71,9 @@ class Plane:
 
     def write(self, place: Place, content: Tensor) -> None:
         """Dimensions that are written in part, or along which the content changes, are kept whole from now on."""
+        if place == self.place and content.dim() == len(place[0]):
+            self.content = content
+            return
         walks, start = self._walks(place)
         sizes = self.place[0]
         parts = [part for walk in walks for part in walk]
@@ -128,11 +131,16 @@ class Memory:
     def __contains__(self, t: Tensor) -> bool:
         return key_of(t) in self.shadows
 
+    def __len__(self) -> int:
+        return len(self.shadows)
+
     def read(self, t: Tensor) -> Tensor | Raw | None:
         """What is known of `t`; None: nothing, or it is memory of another element size."""
         shadow = self.shadows.get(key_of(t))
         if shadow is None or shadow.itemsize != t.element_size():
             return None
+        if not t.numel():
+            return self._blank(t)[:1].expand(t.shape)
         if isinstance(shadow.content, Raw):
             found = shadow.content.seen(geometry(t), shadow.place)
             if found is not None:

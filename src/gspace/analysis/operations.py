@@ -10,7 +10,7 @@ from typing import Any
 
 from gspace.analysis import pathrules as paths
 from gspace.analysis import rules
-from gspace.analysis.follow import ATTENTION
+from gspace.analysis.follow import CREATED
 from gspace.analysis.pathrules import NOT_HOMOGENEOUS, UNKNOWN
 from gspace.analysis.sums import READ
 
@@ -34,7 +34,7 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str | None], ...] = (
     # movement
     ("clone _to_copy copy contiguous", rules.copied, paths.copied),
     (
-        "repeat flip roll index_copy slice_scatter select_scatter diag_embed diagonal_scatter pixel_shuffle "
+        "repeat flip roll index_copy slice_scatter select_scatter diagonal_scatter pixel_shuffle "
         "pixel_unshuffle channel_shuffle native_channel_shuffle masked_select take",
         rules.moved,
         paths.moved,
@@ -47,6 +47,7 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str | None], ...] = (
         None,
         paths.windows,
     ),
+    ("diag_embed", rules.diagonal, paths.moved),
     ("cat", rules.joined, paths.moved),
     ("constant_pad_nd", rules.padded, paths.padded),
     ("index index_select gather take_along_dim", rules.chosen, paths.moved),
@@ -77,7 +78,6 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str | None], ...] = (
     ),
     ("_grouped_mm", rules.grouped_product, UNKNOWN),
     ("_trilinear", rules.trilinear, UNKNOWN),
-    (" ".join(ATTENTION), rules.attention, NOT_HOMOGENEOUS),
     # norms
     ("native_layer_norm _fused_rms_norm rms_norm", rules.layer_norm, NOT_HOMOGENEOUS),
     ("native_group_norm", rules.group_norm, NOT_HOMOGENEOUS),
@@ -87,21 +87,21 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str | None], ...] = (
         rules.batch_norm,
         paths.batch_norm,
     ),
-    ("_weight_norm_interface", rules.weight_norm, NOT_HOMOGENEOUS),
     # what no positive scale changes
-    ("zeros zeros_like new_zeros zero full new_full full_like scalar_tensor fill", rules.created, paths.filled),
+    (" ".join(CREATED), rules.created, paths.filled),
     (
-        "ones_like empty_like rand_like randn_like empty new_empty new_ones uniform normal exponential random "
+        "ones_like empty_like rand_like randn_like empty new_empty new_ones uniform exponential random "
         "empty_strided new_empty_strided randint_like is_same_size sym_size _has_compatible_shallow_copy_type set_data "
         "resize _assert_tensor_metadata",
         rules.ground,
         paths.nothing,
     ),
     (
-        "bernoulli sign sgn signbit isnan isinf isfinite logical_not logical_and logical_or nonzero any all",
+        "sign sgn signbit isnan isinf isfinite logical_not logical_and logical_or nonzero any all",
         rules.ground,
         paths.nothing,
     ),
+    ("normal bernoulli", rules.drawn, paths.nothing),
     ("_local_scalar_dense item equal is_nonzero allclose", rules.read_out, READ),
     # what every scale changes
     (

@@ -5,7 +5,7 @@ Shapes: `head` is `(group, out)`, `tail` is `(group, in)`, a parameter is viewed
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
@@ -182,7 +182,7 @@ class Analysis:
         """Exact units that skeletons leave out: they have a coefficient other than one somewhere, or scale 1 + w."""
         if not self.forms and not any(e.shift for e in self.edges):
             return 0
-        left = torch.cat([t.reshape(-1) for e in plain(self.edges, self.forms) for t in (e.head, e.tail)]).unique()
+        left = ids_of(plain(self.edges, self.forms)).unique()
         return self.H - int(((left > 0) & (left <= self.H)).sum())
 
     @property
@@ -256,17 +256,35 @@ def _times(count: int, times: int) -> str:
     return str(count) if times == 1 else f"{count} × {times}"
 
 
+def ids_of(edges: Sequence[Edges]) -> Tensor:
+    """Ground, and the ids at both ends of all edges."""
+    ends = [t.reshape(-1) for e in edges for t in (e.head, e.tail)]
+    return torch.cat([torch.zeros(1, dtype=torch.long, device="cpu"), *ends])
+
+
+def renumbered(edges: Sequence[Edges], number: Callable[[Tensor], Tensor]) -> tuple[Edges, ...]:
+    """The same edges with other ids, all of which are asked for at once."""
+    sizes = [t.numel() for e in edges for t in (e.head, e.tail)]
+    found = iter(number(ids_of(edges))[1:].split(sizes))  # copies: a part is saved with all of its storage
+    return tuple(
+        replace(e, head=next(found).reshape(e.head.shape).clone(), tail=next(found).reshape(e.tail.shape).clone())
+        for e in edges
+    )
+
+
 def plain(edges: Sequence[Edges], forms: Mapping[int, Form]) -> tuple[Edges, ...]:
     """The same edges where every unit has coefficient one; units that do not, or that shift, are ground."""
     shifted = {u for e in edges if e.shift for u in e.head.unique().tolist()}
+    if not forms and not shifted:
+        return tuple(edges)
     ground = {u for form in forms.values() for u, c in form if c != 1} | shifted
-    number = torch.arange(1 + max([0, *forms, *(int(t.max()) for e in edges for t in (e.head, e.tail) if t.numel())]))
+    number = torch.arange(1 + max([int(ids_of(edges).max()), *forms]))
     for node, form in forms.items():
         left = [u for u, c in form if u not in ground]
         ground.update(left[1:])
         number[node] = left[0] if left else 0
     number[torch.isin(number, torch.tensor(sorted(ground), dtype=torch.long))] = 0
-    return tuple(replace(e, head=number[e.head], tail=number[e.tail]) for e in edges)
+    return renumbered(edges, lambda ids: number[ids])
 
 
 def aligned(rows: Sequence[tuple[str, ...]], limit: int = 60) -> list[str]:

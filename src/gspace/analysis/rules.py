@@ -7,6 +7,7 @@ operation has which rule is said in `operations.py`.
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import torch
@@ -43,6 +44,12 @@ def ground(s: Follow, c: Call) -> Nodes:
     return None
 
 
+def drawn(s: Follow, c: Call) -> Nodes:
+    """normal, bernoulli …: reads what says how to draw, but not the tensor that it fills or only takes the size of."""
+    filled = c.in_place or c.get("p") is not None
+    return nonlinear(s, Call(c.name, c.function, {k: v for k, v in c.args.items() if k != "self" or not filled}))
+
+
 def created(s: Follow, c: Call) -> Nodes:
     """zeros, full, fill …: a literal 0 takes any scale."""
     value = 0.0 if "zero" in c.name else c.get("fill_value", "value", "s")
@@ -65,10 +72,7 @@ def moved(s: Follow, c: Call) -> Nodes | list[Nodes]:
     """Moves elements about: so it does with their nodes. Where data decide how, all of them have one scale."""
     tensors = [t for t in tree_leaves(c.args) if isinstance(t, Tensor)]
     if any(s.unknown(t) for t in tensors if not t.is_floating_point()):
-        ones = [s.reduce(s.ids(t)).reshape(()) for t in tensors if t.is_floating_point()]
-        for one in ones:
-            s.equations.tie(ones[0], one)
-        return ones[0]
+        return reduce(s.tied, [s.reduce(s.ids(t)).reshape(()) for t in tensors if t.is_floating_point()])
 
     def nodes(t: Any) -> Any:
         return s.ids(t).contiguous() if isinstance(t, Tensor) and t.is_floating_point() else _here(t)
@@ -82,6 +86,11 @@ def _here(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.cpu()
+
+
+def diagonal(s: Follow, c: Call) -> Nodes:
+    """diag_embed: zeros all around, which take any scale."""
+    return c.run(self=s.ids(c["self"]) - ANY) + ANY
 
 
 def joined(s: Follow, c: Call) -> Nodes:
@@ -133,6 +142,8 @@ def chosen(s: Follow, c: Call) -> Nodes:
 
 def collected(s: Follow, c: Call) -> Nodes:
     """Rows that are written onto others, several perhaps onto one."""
+    if c.get("reduce") in ("prod", "multiply"):
+        return nonlinear(s, c)
     x, rows = s.ids(c["self"]), s.ids(c.get("values", "source", "src", "value"))
     if c.name == "index_put" and not c["accumulate"] and not any(s.unknown(i) for i in c["indices"]):
         return torch.ops.aten.index_put(x.contiguous(), tree_map(_here, c["indices"]), rows)
@@ -150,6 +161,8 @@ def product(s: Follow, c: Call) -> Nodes:
         return nonlinear(s, c)
     x, y = c["self"], c["other"]
     sign = 1 if c.name == "mul" else -1
+    if not isinstance(y, Tensor):
+        return s.ids(x)  # also a factor of 0, which may grow
     for one, other in ((x, y), (y, x)) if sign == 1 else ():
         raw = s.raw(other)
         if raw is not None and s.raw(one) is None:
@@ -169,7 +182,8 @@ def power(s: Follow, c: Call) -> Nodes:
     exponent = POWERS.get(c.name) or c["exponent"]
     if isinstance(exponent, Tensor) or not isinstance(c["self"], Tensor):
         return nonlinear(s, c)
-    p = Fraction(float(exponent)).limit_denominator(64)
+    p, simple = Fraction(float(exponent)), Fraction(float(exponent)).limit_denominator(64)
+    p = simple if float(simple) == float(p) else p  # 1/3 as it was meant
     if p == 0:
         return None
     return s.equations.sum(int(p) if p.denominator == 1 else p, s.ids(c["self"]), 1, ZERO)
@@ -178,11 +192,11 @@ def power(s: Follow, c: Call) -> Nodes:
 def added(s: Follow, c: Call) -> Nodes:
     """Things that are added, compared or chosen from have one scale. A small number is an ε; 1 + w is a gain."""
     x, y = c["self"], c.get("other", "value")
+    y = y * c["alpha"] if c.get("alpha") is not None and not isinstance(y, Tensor) else y
     for one, other in ((x, y), (y, x)):
         if isinstance(one, (int, float)) and one and math.isfinite(one) and c.name in ("add", "sub", "rsub"):
             if abs(one) < EPSILON:
-                s.absorb(s.ids(other))
-                return s.ids(other)
+                return s.absorb(s.ids(other))
             raw = s.raw(other)
             if raw is not None and c.name == "add":
                 return s.weights.edges(raw, ZERO, raw.sizes, float(one))
@@ -200,9 +214,8 @@ def clamped(s: Follow, c: Call) -> Nodes:
     bounds = [b for b in bounds if b is not None]
     if any(isinstance(b, Tensor) or (abs(b) >= EPSILON and abs(b) != math.inf) for b in bounds):
         return nonlinear(s, c)
-    if any(b and abs(b) != math.inf for b in bounds):
-        s.absorb(s.ids(c["self"]))
-    return s.ids(c["self"])
+    nodes = s.ids(c["self"])
+    return s.absorb(nodes) if any(b and abs(b) != math.inf for b in bounds) else nodes
 
 
 def prelu(s: Follow, c: Call) -> Nodes:
@@ -223,6 +236,8 @@ def reduced(s: Follow, c: Call) -> Nodes | list[Nodes]:
     if isinstance(c.get("other"), Tensor):
         return s.add(c["self"], c["other"])
     dims, keep = c.get("dim"), bool(c.get("keepdim"))
+    if c.get("ord", "p") == 0:
+        return None  # how many are not 0
     one = s.reduce(s.ids(c["self"]), dims, keep)
     if c.get("dtype") is not None and not c["dtype"].is_floating_point:
         return one
@@ -302,19 +317,6 @@ def grouped_product(s: Follow, c: Call) -> Nodes:
     return result[which.clamp(max=len(ends) - 1)]
 
 
-def attention(s: Follow, c: Call) -> list[Nodes]:
-    """Q and K cancel in every product; the result has the scale of V. Grouped heads share K and V."""
-    q, k, v = (s.ids(c[name]) for name in ("query", "key", "value"))
-    if k.dim() > 2 and k.shape[-3] != q.shape[-3]:
-        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-    mask = c.get("attn_mask", "attn_bias")
-    if isinstance(mask, Tensor):
-        s.pin(s.ids(mask), "inside of a softmax")
-    products = s.equations.sum(1, s.reduce(q, -2), 1, s.reduce(k, -2))
-    s.pin(products, "queries and keys meet in a softmax: one scale for both", "scaled_dot_product_attention")
-    return [s.reduce(v, -2)] + [None] * 8
-
-
 # Norms ----------------------------------------------------------------------------------------------------------------
 
 
@@ -368,10 +370,3 @@ def batch_norm(s: Follow, c: Call) -> list[Nodes]:
 
 def _channels(nodes: Tensor, rank: int) -> Tensor:
     return nodes.reshape(1, -1, *[1] * (rank - 2)) if nodes.dim() else nodes
-
-
-def weight_norm(s: Follow, c: Call) -> list[Nodes]:
-    v, g = s.ids(c["v"]), s.ids(c["g"])
-    norm = s.reduce(v, [d for d in range(v.dim()) if d != c["dim"] % v.dim()])
-    v = s.equations.find(v)
-    return [s.equations.sum(1, s.equations.sum(1, v, -1, norm), 1, g), norm]

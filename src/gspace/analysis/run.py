@@ -6,18 +6,18 @@ Views, and writes through them, need no rule. What depends on the inputs, and on
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from gspace.analysis.examples import first_line
 from gspace.analysis.forward import Inputs, PathError, TraceError, arguments
@@ -60,8 +60,10 @@ class Run(TorchDispatchMode):
         rules: By operation; "" is the rule of those that are in no row.
         parameters: Names of parameters by storage.
         modules: In which module the run is, by name and kind; the innermost last.
+        leaked: Whether data have left torch, and may come back as numbers that look like constants.
     """
 
+    supports_higher_order_operators = True  # to refuse them
     creates: frozenset[str] = frozenset()  # operations whose result is known though nothing is that they read
 
     def __init__(self, rules: Mapping[str, Any], memory: Any) -> None:
@@ -69,10 +71,10 @@ class Run(TorchDispatchMode):
         self.rules, self.memory = rules, memory
         self.parameters: dict[int, str] = {}
         self.modules: list[tuple[str, str]] = []
-        self.operation = ""
+        self.operation, self.leaked = "", False
         self._data: dict[int, StorageWeakRef] = {}
         self._chance: dict[int, StorageWeakRef] = {}
-        self._ticks = 0
+        self._limit = 256
 
     # What the meanings do in their own ways ---------------------------------------------------------------------------
 
@@ -85,7 +87,7 @@ class Run(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def settle(self, name: str, tensors: Sequence[Any], outs: Sequence[Tensor], results: Sequence[Any]) -> None:
-        """Writes results to the shadows of the outputs."""
+        """Writes results to the shadows of the outputs, if they are not where they belong already."""
 
     def escaped(self, t: Tensor, name: str) -> None:
         """Values leave torch."""
@@ -114,25 +116,33 @@ class Run(TorchDispatchMode):
                 table.update((key_of(t), StorageWeakRef(t.untyped_storage())) for t in outs if key_of(t))
                 if name == "_local_scalar_dense":
                     self.branched(table is self._chance)
-        self._ticks += 1
-        if self._ticks % 256 == 0:
+        if len(self.memory) + len(self._data) > self._limit:
             self.memory.forget()
             for table in (self._data, self._chance):
                 for key in [key for key, storage in table.items() if storage.expired()]:
                     del table[key]
+            kept = len(self.memory) + len(self._data)
+            self._limit = kept + max(64, kept // 2)
 
     # The run ----------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise TraceError(f"{func.name()} (torch.cond, flex_attention …) cannot be followed: write it without")
         with torch._C.DisableTorchFunction():  # shadows are where they are, whatever the default device
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name, writes, is_view = facts(func)
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        given = bound(func, args, kwargs)
-        for t in tree_leaves([given[target] for target in writes]):
-            if isinstance(t, Tensor) and key_of(t) in self.parameters and t.numel():
+        name, writes, is_view, defaults = facts(func)
+        if is_view and not writes:
+            return func(*args, **kwargs)  # memory that is known already
+        given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        tensors = tensors_among(given.values())
+        if any(t.is_nested for t in tensors):
+            raise TraceError("nested tensors cannot be followed: pad them")
+        targets = tensors_among(given[target] for target in writes)
+        for t in targets:
+            if key_of(t) in self.parameters and t.numel():
                 raise written(self.parameters[key_of(t)])
         result: Any = None
         if not is_view and (name in self.creates or any(t in self.memory for t in tensors)):
@@ -146,7 +156,9 @@ class Run(TorchDispatchMode):
                 func(*args, **kwargs)
                 raise
         out = self.outcome(func, args, kwargs, result)
-        outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        outs = tensors_among(out if isinstance(out, (tuple, list)) else [out])
+        if name not in self.rules:  # it may write into what it does not return
+            outs += [t for t in targets if not any(t is known for known in outs)]
         if result is not None or (writes and not is_view and any(t in self.memory for t in outs)):
             self.settle(name, tensors, outs, result if isinstance(result, list) else [result] * len(outs))
         self._taint(torch.Tag.nondeterministic_seeded in func.tags, name, tensors, outs)
@@ -169,9 +181,11 @@ class Escapes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in ESCAPES and args and isinstance(args[0], Tensor) and args[0] in self.run.memory:
+        if name in ESCAPES and args and isinstance(args[0], Tensor):
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                self.run.escaped(args[0].detach(), name)
+                self.run.leaked |= self.run.depends_on_data(args[0]) or self.run.depends_on_chance(args[0])
+                if args[0] in self.run.memory:
+                    self.run.escaped(args[0].detach(), name)
         return func(*args, **(kwargs or {}))
 
 
@@ -217,21 +231,20 @@ def decomposition(func: Any) -> Any:
 
 
 @cache
-def facts(func: Any) -> tuple[str, tuple[str, ...], bool]:
-    """Its name without the underscore of a call in place, the arguments it writes to, whether its result is a view."""
+def facts(func: Any) -> tuple[str, tuple[str, ...], bool, dict[str, Any]]:
+    """Its name without the underscore of a call in place, the arguments it writes to, whether its result is a view.
+
+    And all arguments, in order, with their defaults.
+    """
+    arguments = func._schema.arguments
     name = func._schema.name.removeprefix("aten::")
     name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    writes = tuple(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return name, writes, (func.is_view or name in VIEWS) and not func._can_decompose()  # `reshape` may copy
+    writes = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    is_view = (func.is_view or name in VIEWS) and not func._can_decompose()  # `reshape` may copy
+    return name, writes, is_view, {a.name: a.default_value for a in arguments}
 
 
-@cache
-def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    arguments = func._schema.arguments
-    return tuple(a.name for a in arguments), {a.name: a.default_value for a in arguments}
-
-
-def bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name."""
-    names, defaults = _signature(func)
-    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+def tensors_among(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments or results, which may be lists of them."""
+    several = (v if isinstance(v, (tuple, list)) else (v,) for v in values)
+    return [t for some in several for t in some if isinstance(t, Tensor)]

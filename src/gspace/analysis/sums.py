@@ -158,9 +158,6 @@ class Sums(Run):
         new = isinstance(out, Tensor) and not any(isinstance(t, Tensor) for t in tree_leaves(args))
         return out.double() if new and out.is_floating_point() else out
 
-    def settle(self, name: str, tensors: Sequence[Any], outs: Sequence[Tensor], results: Sequence[Any]) -> None:
-        """Sums are where they belong already."""
-
     def escaped(self, t: Tensor, name: str) -> None:
         self.operation = name
         raise self.refusal(READ)

@@ -80,7 +80,9 @@ class Weights:
         """A node for each element of `raw`, with its log-scale."""
         leaf, place = self._found(raw)
         if not leaf.shift and bool(leaf.seen.read(place).all()):
-            head, tail = (squash(self.equations.find(plane.read(place)))[0] for plane in (leaf.head, leaf.tail))
+            head, tail = (plane.read(place) for plane in (leaf.head, leaf.tail))
+            if head.numel() * tail.numel() > LARGEST:
+                head, tail = (squash(self.equations.find(t))[0] for t in (head, tail))
             if head.numel() * tail.numel() <= LARGEST or not bool(tail.any()):
                 return self.equations.sum(1, head, -1, tail).expand(raw.sizes)
         return self.edges(raw, ZERO, place[0]).expand(raw.sizes)
@@ -91,10 +93,11 @@ class Weights:
         """Nodes of the given shape that `raw` writes from `tail`: those of an earlier use that was the same, or new."""
         leaf, place = self._found(raw)
         literal = tail == ANY
-        if bool(literal.all()):  # all of it is multiplied by zeros
-            leaf.kinds.add("zero")
-            return torch.tensor(ANY).expand(tuple(shape))
-        tail = torch.where(literal, GROUND, tail) if bool(literal.any()) else tail
+        if bool(literal.any()):
+            if bool(literal.all()):  # all of it is multiplied by zeros
+                leaf.kinds.add("zero")
+                return torch.tensor(ANY).expand(tuple(shape))
+            tail = torch.where(literal, GROUND, tail)
         tail = tail.reshape([1] * (len(shape) - tail.dim()) + list(tail.shape))
         if leaf.kinds <= {"pinned", "zero"}:
             leaf.groups = groups
@@ -138,7 +141,8 @@ class Weights:
         """Enters a use; what earlier ones say of the same elements is made to agree with it."""
         leaf.kinds.add(kind)
         seen, before = leaf.seen.read(place), [plane.read(place) for plane in (leaf.head, leaf.tail)]
-        if bool(seen.any()):
+        again = bool(seen.any())
+        if again:
             self._agree(*_where(seen, place[0], (before, (head, tail))))
         if bool(seen.all()):
             return
@@ -148,7 +152,7 @@ class Weights:
         alike = {d for d, (n, size) in enumerate(zip(rows, leaf.place[0], strict=True)) if 1 < n < size}
         leaf.table = alike if _count(seen, place[0]) == _count(leaf.seen.content, leaf.seen.place[0]) else set()
         for plane, old, new in zip((leaf.head, leaf.tail), before, (head, tail), strict=True):
-            plane.write(place, torch.where(seen, old, new) if bool(seen.any()) else new)
+            plane.write(place, torch.where(seen, old, new) if again else new)
         leaf.seen.write(place, torch.ones([1] * seen.dim(), dtype=torch.bool))
 
     def _agree(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:

@@ -100,7 +100,7 @@ def given(example_input: Inputs | None) -> dict[str, Any]:
 
 
 def warn_of_no_units(analysis: Analysis, owner: str, stacklevel: int) -> None:
-    if analysis.H_paper == 0:
+    if analysis.H_paper == 0 and not analysis.special:  # those are told when the skeleton is chosen
         warnings.warn(
             f"no unit of this model can be rescaled, so {owner} does to it what its optimizer does without G-space: "
             "gspace.analyze says what pins them; an example_input may tell more.",

@@ -28,7 +28,7 @@ Choice = Literal["aligned", "pivoted"]
 Side = Literal["head", "tail"]
 BLOCK = 1 << 18  # weights that are looked at together
 NOT_TRAINED = "touch a parameter that is not trained (frozen, or not in params=)"
-COEFFICIENTS = "scale with other coefficients than one (queries and keys, squares, gains written 1 + w)"
+COEFFICIENTS = "have other coefficients than one (queries and keys, squares, 1 + w, weights in no (out, in) form)"
 ONLY_ZEROS = "have skeleton weights of 0 (in the first weight that writes them or the last that reads them)"
 
 

@@ -27,6 +27,7 @@ from gspace.quantization.mapping import Mapping, Side, multiply_
 By = Literal["max-abs", "l2"]
 SWEEPS = 500  # at most
 AHEAD = 1.7  # a step goes this much farther: else scales creep along chains of layers (over-relaxation; below 2)
+FARTHEST = 300.0  # a step in log that only scales without end take
 SMALLEST = 1e-5  # a smoothing scale is never smaller, as in the code of others
 EXAMPLES = 3  # batches that a model is analyzed with
 
@@ -123,15 +124,12 @@ def _chosen(
     there = find(model, analysis=found)
     if not there:
         raise ValueError("the model has no mappings: no scale can move between its layers")
-    known = {(m.smooth_layer, m.balance_layers, m.kind): m for m in there}
-    chosen = []
-    for m in there if wanted is None else wanted:
+    chosen = there if wanted is None else list(wanted)
+    for m in chosen:
         if not isinstance(m, Mapping):
             raise TypeError(f"mappings is a list of what gspace.mappings returns, got {type(m).__name__}")
-        mine = known.get((m.smooth_layer, m.balance_layers, m.kind))
-        if mine is None or mine != m:
+        if m not in there:
             raise ValueError(f"the mapping of {m.smooth_layer!r} is not one of this model with this example")
-        chosen.append(mine)
     return model, found, chosen
 
 
@@ -144,7 +142,9 @@ def _apply(model: nn.Module, found: Analysis, log: Tensor) -> Scales:
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
-def _taking_turns(parameters: Table[str, Tensor], chosen: Sequence[Mapping], H: int, tolerance: float) -> Tensor:
+def _taking_turns(
+    parameters: Table[str, Tensor], chosen: Sequence[Mapping], H: int, tolerance: float, ahead: float = AHEAD
+) -> Tensor:
     """Log-scales of ground and units, at which the largest weights on both sides of each channel are alike.
 
     A step is x with p·x + log a = log b − q·x, where a is written with the power p and b is read with q.
@@ -155,11 +155,13 @@ def _taking_turns(parameters: Table[str, Tensor], chosen: Sequence[Mapping], H: 
         moved = 0.0
         for m in chosen:
             (up, p), (down, q) = (_largest(m, sides, sizes) for sides in (m.sources, m.sinks))
-            step = AHEAD * torch.where((up > 0) & (down > 0), (down / up).log() / (p + q), 0)
+            step = ahead * torch.where((up > 0) & (down > 0), (down / up).log() / (p + q), 0)
             for side in (*m.sources, *m.sinks):
                 multiply_(sizes[side.parameter], side._replace(offset=0.0), step)
             log[list(m.units)] += step
             moved = max(moved, float(step.abs().max()))
+        if moved > FARTHEST:  # channels of one mapping that share weights step on each other
+            return _taking_turns(parameters, chosen, H, tolerance, ahead / 2)
         if moved <= tolerance:
             break
     return log
