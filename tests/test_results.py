@@ -8,6 +8,7 @@ import shutil
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean, stdev
 from types import ModuleType
 from typing import Any
 
@@ -230,6 +231,17 @@ def test_the_costs_of_the_readme_are_measured() -> None:
     found = [row[9] for which in asked for row in rows if row[1:6] == which]
     assert re.findall(r"\*\*([\d.]+)×\*\*", text) == found
     assert len(found) == 3
+
+
+def test_errors_in_exact_coordinates_are_recorded() -> None:
+    methods = json.loads((ROOT / "results" / "exact.json").read_text(encoding="utf-8"))["methods"]
+    text = (
+        (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8").split("**Exact coordinates")[1].split("\n\n")[0]
+    )
+    errors = {name: [100 * e for e in row["test_error"]] for name, row in methods.items()}
+    pairs = zip(errors['G-SGD "exact"'], errors["SGD, decay 5e-4"], strict=True)
+    for values in (*errors.values(), [a - b for a, b in pairs]):
+        assert f"{fmean(values):.2f} ± {stdev(values):.2f}" in " ".join(text.split())
 
 
 class Trained:
