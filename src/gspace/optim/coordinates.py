@@ -23,8 +23,9 @@ from gspace.analysis.result import plain
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_one_of
 from gspace.optim.reference import CHOICE, Reference, entry_references, reference_of
-from gspace.optim.skeleton import Skeleton, build_skeleton, connected
+from gspace.optim.skeleton import Skeleton, build_skeleton
 from gspace.optim.step import Layer, Plan, entries_after, layers_of, measure, plan, weights_after
+from gspace.optim.walks import connected
 from gspace.sharding import refuse_sharded
 
 View = Literal["transparent", "exact"]
