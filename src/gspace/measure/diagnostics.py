@@ -204,7 +204,7 @@ def balancedness(model: nn.Module, *, analysis: Analysis | None = None, **option
     incoming, outgoing = (torch.zeros(n, dtype=torch.float64, device="cpu") for _ in range(2))
     weights = weights_of(model)
     for e in found.edges:
-        a = square(e, weights[e.name]).cpu()
+        a = square(e.view(weights[e.name]), e.shift).cpu()
         incoming.index_add_(0, e.head.reshape(-1), a.sum(2).reshape(-1))
         outgoing.index_add_(0, e.tail.reshape(-1), a.sum(1).reshape(-1))
     return Balance(incoming[1 : 1 + found.H], outgoing[1 : 1 + found.H])
