@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gspace.analysis import Edges
 from gspace.analysis.result import Form
-from gspace.group.solve import conjugate_gradients, solver
+from gspace.group.solve import Pattern, conjugate_gradients
 from gspace.sharding import Reduce, alone, edges_on, pieces
 
 LARGE = 1 << 14  # entries of a matrix that is worth a product of its own
@@ -91,6 +91,7 @@ class Network:
         layer: Number of the layer of every id, `(N,)`; 0 is ground.
         layers: How many there are.
         links: Pairs of layers that edges join, here or elsewhere, as head · layers + tail, in order.
+        pattern: Matrices with an entry for each of these pairs.
     """
 
     stacks: Sequence[Stack]
@@ -99,6 +100,7 @@ class Network:
     layer: Tensor
     layers: int
     links: Tensor
+    pattern: Pattern
 
 
 def square(view: Tensor, shift: float = 0.0) -> Tensor:
@@ -168,7 +170,9 @@ def balanced_log_scales(
     free &= live[:n]
     layer = layers(edges, torch.cat([free & plain, live.new_zeros(M.ids - n)]))
     count = int(layer.max()) + 1
-    net = Network([_between(s, live) for s in stacks], M, reduce, layer, count, _links(edges, layer, count))
+    links = _links(edges, layer, count)
+    pattern = Pattern(count, links // count, links % count)
+    net = Network([_between(s, live) for s in stacks], M, reduce, layer, count, links, pattern)
     del stacks
     for _ in range(12):  # damped fixed-point sweeps: in log scale, so that factors of any size shrink geometrically
         into, out = sides(net, u)[:, :n]
@@ -390,7 +394,7 @@ def _layers_balanced(net: Network, u: Tensor) -> Tensor:
         f = into.log() - out.log()
         if not bool((f[1:].abs() > 1e-2).any()):
             break
-        y[1:] -= solver(torch.full_like(y, 4), k, l, -2 * E / into[k], -2 * E / out[l])(f[1:])
+        y[1:] -= net.pattern.solver(torch.full_like(y, 4), -2 * E / into[k], -2 * E / out[l])(f[1:])
     moved = u + y[net.layer[: len(u)]]
     before, after = (float(sides(net, at)[0].sum()) for at in (u, moved))
     return moved if after < before else u
@@ -407,7 +411,7 @@ def two_level(net: Network, u: Tensor, total: Tensor) -> Callable[[Tensor], Tens
     energy = layer_links(net, u)
     diagonal = 2 * _gather(net.layers, [k, l], [energy, energy])
     # The ridge, far below the gap of any chain of layers, is for layers that hardly hang together with ground.
-    solve = solver(diagonal * (1 + 1e-12), k, l, -2 * energy, -2 * energy)
+    solve = net.pattern.solver(diagonal * (1 + 1e-12), -2 * energy, -2 * energy)
 
     def condition(r: Tensor) -> Tensor:
         of_layers = torch.zeros_like(diagonal)

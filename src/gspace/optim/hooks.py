@@ -26,7 +26,7 @@ def hooked(func: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(func)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        optimizer = cast(Optimizer, args[0])
+        optimizer: Any = args[0]
         plain = len(args) == 1 and not (  # a closure may register hooks
             kwargs
             or torch.compiler.is_compiling()
