@@ -257,7 +257,8 @@ def test_gradients_are_cleared_as_torch_does_and_by_name_under_a_profiler(kind: 
     train(model, optimizer, batches(1))
     optimizer.zero_grad(set_to_none=False)
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    assert grads and not any(bool(g.any()) for g in grads)
+    assert grads
+    assert not any(bool(g.any()) for g in grads)
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
     train(model, optimizer, batches(1))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, analyzed, require_module
 from gspace.group.balance import square
 from gspace.group.scaling import Scales, random_scales, rescale_
-from gspace.optim.coordinates import Coordinates, coordinates, path_values
+from gspace.optim.coordinates import Coordinates, basis_values, coordinates
 from gspace.sharding import refuse_sharded, weights_of
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -238,7 +238,7 @@ def distance(model_a: nn.Module, model_b: nn.Module, *, at: Coordinates | None =
         )
     at = at if at is not None else coordinates(model_a, **{"reference": "balanced", "view": "exact", **options})
     with torch.no_grad():
-        a, b = (path_values(at, dict(m.named_parameters())).vector().double() for m in (model_a, model_b))
+        a, b = (basis_values(at, dict(m.named_parameters())).vector().double() for m in (model_a, model_b))
     return float((a - b).norm())
 
 
@@ -280,7 +280,7 @@ class RatioStatistics:
 
     def _values(self) -> Tensor:
         with torch.no_grad():
-            return path_values(self.at, dict(self.model.named_parameters())).roots
+            return basis_values(self.at, dict(self.model.named_parameters())).roots
 
     def update(self) -> Tensor:
         """Takes the ratios since the last call, `(roots,)`."""

@@ -151,7 +151,7 @@ def off_skeleton(layer: Layer, weight: Tensor) -> Tensor:
     return layer.edges.view(mask)
 
 
-def path_values(at: Coordinates, weights: Mapping[str, Tensor]) -> PathValues:
+def basis_values(at: Coordinates, weights: Mapping[str, Tensor]) -> PathValues:
     """The values of the basis paths; differentiable in `weights`, which are by parameter name."""
     refuse_sharded(weights, "a path value")
     into, out, roots = _measured(at, weights)
