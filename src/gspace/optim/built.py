@@ -79,8 +79,8 @@ def build(
     dtype = torch.float64 if any(w.dtype == torch.float64 for w in weights) else torch.float32
     planned = plan(chosen.skeleton, shards.divided(layers, named), chosen.references, shards.reduce_of(named, dtype))
     of_weights = [group_of[id(w)] for w in weights]
-    of_edges = torch.tensor([group_of.get(id(named[e.name]), 0) for e in chosen.skeleton.edges] + [0])  # ground's last
-    unit_group = of_edges[chosen.skeleton.in_edge].to(planned.root.device)
+    of_edges = [group_of.get(id(named[e.name]), 0) for e in chosen.skeleton.edges]
+    unit_group = torch.tensor([*of_edges, 0], device="cpu")[chosen.skeleton.in_edge].to(planned.root.device)
     inside = {id(w) for w in weights}
     outside = [[p for p in group["params"] if id(p) not in inside] for group in groups]
     ratio, raw = torch.ones(2, chosen.skeleton.H + 1, dtype=dtype, device=planned.root.device).unbind()

@@ -187,5 +187,5 @@ def values_at(edges: Sequence[Edges], weights: Mapping[str, Tensor], which: Tens
         if len(some):
             flat = weights[e.name].reshape(-1)
             values.append(flat[index[some].to(flat.device)].to(values[0]))
-    order = torch.cat([torch.empty(0, dtype=torch.long), *units])
+    order = torch.cat([torch.empty(0, dtype=torch.long, device="cpu"), *units])
     return torch.ones_like(which, dtype=torch.float64, device=device).index_put((order.to(device),), torch.cat(values))
