@@ -44,12 +44,7 @@ class Built:
 
     def holds(self, groups: Groups, state: Any) -> bool:
         """Whether it was built from just this."""
-        now, then = _seen(groups, state), self.seen
-        return (
-            now.looks == then.looks
-            and all(map(is_, now.parameters, then.parameters))
-            and all(map(is_, now.tables, then.tables))
-        )
+        return seen(groups, state).same(self.seen)
 
 
 class Seen(NamedTuple):
@@ -59,8 +54,14 @@ class Seen(NamedTuple):
     tables: list[Tensor | None]
     looks: tuple[list[Any], ...]
 
+    def same(self, then: "Seen") -> bool:
+        """Whether nothing has changed since then."""
+        alike = self.looks == then.looks  # and as many
+        return alike and all(map(is_, self.parameters, then.parameters)) and all(map(is_, self.tables, then.tables))
 
-def _seen(groups: Groups, state: Any) -> Seen:
+
+def seen(groups: Groups, state: Any) -> Seen:
+    """Of all parameters of an optimizer."""
     listed = [p for group in groups for p in group["params"]]
     tables = [state.get(p, _NOTHING).get(KEY) for p in listed]
     sizes, strides = [len(group["params"]) for group in groups], list(map(Tensor.stride, listed))
@@ -84,4 +85,4 @@ def build(
     inside = {id(w) for w in weights}
     outside = [[p for p in group["params"] if id(p) not in inside] for group in groups]
     ratio, raw = torch.ones(2, chosen.skeleton.H + 1, dtype=dtype, device=planned.root.device).unbind()
-    return Built(chosen, planned, weights, of_weights, outside, unit_group, (ratio, raw), dtype, _seen(groups, state))
+    return Built(chosen, planned, weights, of_weights, outside, unit_group, (ratio, raw), dtype, seen(groups, state))

@@ -43,11 +43,11 @@ def _set_skeleton_(model: nn.Module, found: Analysis, sign: str, generator: torc
     parameters, weights = dict(model.named_parameters()), weights_of(model)
     edges, n = found.transparent, found.H_paper + 1
     rows = rows_of(edges)
-    found_walks = walks(rows, n)
+    to_ground = walks(rows, n)
     shapes = {name: p.shape for name, p in parameters.items()}
     marks: dict[str, Tensor] = {}
-    for side, chosen in found_walks.chosen.items():
-        index, _ = pick(rows, found_walks, weights, shapes, side, None)
+    for side, chosen in to_ground.chosen.items():
+        index, _ = pick(rows, to_ground, weights, shapes, side, None)
         for e, units in zip(edges, by_edge(chosen, len(edges)), strict=True):
             if len(units) and parameters[e.name].requires_grad:
                 marks.setdefault(e.name, torch.zeros(parameters[e.name].numel(), dtype=torch.bool))[index[units]] = True

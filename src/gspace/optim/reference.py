@@ -10,7 +10,7 @@ from gspace.analysis import Analysis
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
 from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, trained_names, values_at
-from gspace.optim.step import path_products, walks
+from gspace.optim.step import jumps_of, path_products
 from gspace.optim.walks import connected
 from gspace.sharding import weights_of
 
@@ -54,7 +54,7 @@ def choose_skeleton(
 def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """I and O of every unit, `(H + 1,)` each; differentiable."""
     into, out = skeleton_values(skeleton, weights)
-    up, down = (walks(following.to(into.device)) for following in (skeleton.parent, skeleton.child))
+    up, down = (jumps_of(following.to(into.device)) for following in (skeleton.parent, skeleton.child))
     return path_products(into, up), path_products(out, down)
 
 

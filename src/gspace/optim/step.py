@@ -128,10 +128,10 @@ def plan(skeleton: Skeleton, layers: Sequence[Layer], references: Tensor, reduce
     following = torch.cat([parent, skeleton.child.to(device) + n])
     present = torch.cat([skeleton.in_edge, skeleton.out_edge]).to(device) >= 0
     reference = references.to(device).reshape(-1)
-    return Plan(tuple(layers), root, place, present, reference, following, walks(following), reduce)
+    return Plan(tuple(layers), root, place, present, reference, following, jumps_of(following), reduce)
 
 
-def walks(following: Tensor) -> tuple[Tensor, ...]:
+def jumps_of(following: Tensor) -> tuple[Tensor, ...]:
     """Where walks along `following` have come after 1, 2, 4 … steps, until all are at ground, which follows itself."""
     jumps, at = [], following
     while bool((following[at] != at).any()):

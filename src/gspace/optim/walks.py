@@ -217,7 +217,8 @@ def _largest(
         here = mine.start[row] + torch.arange(widths[side])
         there = other.start[row] + torch.arange(widths[OTHER[side]])
         views = [e.view(weights[e.name].detach()) for e in edges]
-        value, at, tap[here] = largest(views[0] if len(views) == 1 else torch.cat(views), factor[there], side)
+        view = views[0] if len(views) == 1 else torch.cat([v.cpu() for v in views])  # they may be on several devices
+        value, at, tap[here] = largest(view, factor[there], side)
         best[here], end[here] = value.double(), there.gather(1, at)
     places = wanted.nonzero()[:, 0]
     units = mine.ids[places]
