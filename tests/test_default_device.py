@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gspace
+import statements
 from gspace import paths
 from gspace.devices import on_cpu
 from gspace.optim.coordinates import coordinates
-from gspace.paths import statements
 from test_kernels import native_way, triton_way
 from turns import turns
 

@@ -17,7 +17,7 @@ import gspace
 import zoo
 from cases import CASES, Case, slow_above
 from gspace.analysis.operations import TABLE
-from gspace.optim.coordinates import coordinates, displaced, path_values, unflatten
+from gspace.optim.coordinates import basis_values, coordinates, displaced, unflatten
 from gspace.optim.gsgd import GSGD
 from gspace.paths.explicit import odot
 from gspace.paths.norms import BasisPathPenalty, basis_path_norm, path_norm
@@ -632,7 +632,7 @@ def small_basis(case: dense.Small, reference: str) -> tuple[dense.Explicit, gspa
 def test_path_values_are_those_of_the_explicit_basis(case: dense.Small, reference: str) -> None:
     explicit, analysis = small_basis(case, reference)
     at = coordinates(explicit.model, reference=reference, analysis=analysis)  # type: ignore[arg-type]
-    values = path_values(at, dict(explicit.model.named_parameters()))
+    values = basis_values(at, dict(explicit.model.named_parameters()))
     mine = torch.cat([values.edges[layer.edges.name].reshape(-1) for layer in at.layers])
     mine = torch.cat([mine[mine != 0], values.roots])
     basis = explicit.basis
@@ -654,11 +654,11 @@ def test_displacing_path_values_gives_weights_that_have_them(case: dense.Small, 
     explicit, analysis = small_basis(case, reference)
     at = coordinates(explicit.model, reference=reference, analysis=analysis)  # type: ignore[arg-type]
     weights = {name: p.detach() for name, p in explicit.model.named_parameters()}
-    values = path_values(at, weights)
+    values = basis_values(at, weights)
     v = values.vector()
     noise = torch.randn(v.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     change = 0.1 * noise * (v != 0)
-    after = path_values(at, displaced(at, weights, unflatten(change, values)))
+    after = basis_values(at, displaced(at, weights, unflatten(change, values)))
     torch.testing.assert_close(after.vector(), v + change, rtol=1e-11, atol=1e-13)
 
 
@@ -744,7 +744,7 @@ def test_sup_penalty_returns_skeleton_paths_to_one_and_released_does_not() -> No
             optimizer.zero_grad()
             penalty(model).backward()
             optimizer.step()
-        away[mode] = float(path_values(at, dict(model.named_parameters())).roots.abs().log().abs().max().detach())
+        away[mode] = float(basis_values(at, dict(model.named_parameters())).roots.abs().log().abs().max().detach())
     assert away["released"] > 1  # log 5 = 1.6 at the start: nothing pulls them
     assert away["sup"] < away["released"] / 2
 

@@ -250,6 +250,25 @@ def test_a_profiler_of_all_threads_sees_steps_too(kind: Kind) -> None:
     assert [event.count for event in profile.key_averages() if event.key == name] == [2]
 
 
+@gspace_kinds
+def test_gradients_are_cleared_as_torch_does_and_by_name_under_a_profiler(kind: Kind) -> None:
+    model = Net()
+    optimizer = kind.make(model)
+    train(model, optimizer, batches(1))
+    optimizer.zero_grad(set_to_none=False)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert grads
+    assert not any(bool(g.any()) for g in grads)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    train(model, optimizer, batches(1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.zero_grad()
+    name = f"Optimizer.zero_grad#{type(optimizer).__name__}.zero_grad"
+    assert [event.count for event in profile.key_averages() if event.key == name] == [1]
+    assert all(p.grad is None for p in model.parameters())
+
+
 class Watched(torch.optim.SGD):
     """Counts its steps, in ways that others wrap a step."""
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gspace
+import statements as S
 import zoo
 from dense import BY_NAME, SMALL, Explicit, OnPaths, Small, explicit, scaled, sgd
 from gspace import paths as P
 from gspace.optim.reference import products
 from gspace.optim.skeleton import build_skeleton
-from gspace.paths import statements as S
 from turns import turns
 
 STEP = {"rtol": 1e-10, "atol": 1e-13}

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 import gspace
+import statements as S
 import zoo
 from dense import BY_NAME, SMALL, Explicit, Small, explicit, scaled
 from gspace import paths as P
-from gspace.paths import statements as S
 
 networks = pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 mlps = pytest.mark.parametrize("name", ["mlp", "mlp-wide", "mlp-bias"])

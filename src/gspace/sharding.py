@@ -8,6 +8,7 @@ step.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -166,6 +167,11 @@ def edges_here(e: Edges, p: Tensor) -> Edges:
             e = e.part(shape, dim, start, stop)
             shape[dim] = stop - start
     return e
+
+
+def edges_on(e: Edges, device: torch.device) -> Edges:
+    """The same edges, with their units on this device."""
+    return e if e.head.device == device else replace(e, head=e.head.to(device), tail=e.tail.to(device))
 
 
 def pieces(edges: Sequence[Edges], weights: Mapping[str, Tensor]) -> tuple[list[Edges], list[Tensor], Reduce]:

@@ -18,8 +18,8 @@ Shapes: a is `(group, out, in)`; a vector of units is `(n,)`, of ids `(N,)`, N �
 vector.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from gspace.analysis import Edges
 from gspace.analysis.result import Form
-from gspace.group.solve import conjugate_gradients, solver
-from gspace.sharding import Reduce, alone, pieces
+from gspace.group.solve import Pattern, conjugate_gradients
+from gspace.sharding import Reduce, alone, edges_on, pieces
 
 Report = Callable[[int, float], object]  # is told the iteration and the error that is left
 LARGE = 1 << 14  # entries of a matrix that is worth a product of its own
@@ -44,11 +44,18 @@ class Stack(NamedTuple):
             are no float64.
         head: Id that each output writes, `(group, out)`.
         tail: Id that each input reads, `(group, in)`.
+        members: Their numbers, and how many groups each has.
     """
 
     strength: Tensor
     head: Tensor
     tail: Tensor
+    members: Mapping[int, int]
+
+    def of_each(self, values: Tensor) -> tuple[Tensor, ...]:
+        """What belongs to each member; the first axis is that of groups."""
+        parts: tuple[Tensor, ...] = values.split(list(self.members.values()))
+        return parts
 
 
 class Forms(NamedTuple):
@@ -85,6 +92,7 @@ class Network:
         layer: Number of the layer of every id, `(N,)`; 0 is ground.
         layers: How many there are.
         links: Pairs of layers that edges join, here or elsewhere, as head · layers + tail, in order.
+        pattern: Matrices with an entry for each of these pairs.
     """
 
     stacks: Sequence[Stack]
@@ -93,36 +101,35 @@ class Network:
     layer: Tensor
     layers: int
     links: Tensor
+    pattern: Pattern
 
 
-def square(e: Edges, weight: Tensor) -> Tensor:
-    """a = Σ over taps of w² in float64, `(group, out, in)`."""
-    a = e.view(weight.detach()).to(torch.float64, copy=True).add_(e.shift).square_()
+def square(view: Tensor, shift: float = 0.0) -> Tensor:
+    """a = Σ over taps of w² in float64, `(group, out, in)`, of the view of a weight."""
+    a = view.detach().to(torch.float64, copy=True).add_(shift).square_()
     return a.flatten(3).sum(3) if a.dim() > 3 else a
 
 
-def _strength(e: Edges, weight: Tensor) -> Tensor:
-    view = e.view(weight.detach())
-    narrow = view.is_floating_point() and view.dtype != torch.float64
-    return view if narrow and view.dim() == 3 and view.numel() >= MANY and not e.shift else square(e, weight)
-
-
-def live_units(edges: Sequence[Edges], strength: Sequence[Tensor], n: int, reduce: Reduce = alone) -> Tensor:
-    """Units on a path of non-zero weights from ground to ground, `(n,)` bool; ground is True."""
-    links = []
-    for e, a in zip(edges, strength, strict=True):
-        found = a != 0
-        links.append((e.tail, e.head, found[:, :1, :1] if bool(found.all()) else found))
+def live_units(stacks: Sequence[Stack], unit: Tensor, units: Tensor, reduce: Reduce = alone) -> Tensor:
+    """Which `units`, `(n,)` bool, lie on a path of non-zero weights from ground to ground; each id is a `unit`."""
+    found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    for s in stacks:
+        link = s.strength != 0
+        parts = map(s.of_each, (unit[s.tail], unit[s.head], link, link.flatten(1).all(1)))
+        for k, (tail, head, here, full) in zip(s.members, zip(*parts, strict=True), strict=True):
+            found[k] = tail, head, here[:, :1, :1] if bool(full.all()) else here
+    links = [found[k] for k in sorted(found)]
 
     def reached(links: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-        found = torch.arange(n, device=strength[0].device) == 0
+        found = torch.zeros_like(units)
+        found[:1] = True
         while True:
             before = int(found.sum())
             for source, target, link in links:
                 found[target[(link & found[source][:, None, :]).any(2).expand(target.shape)]] = True
                 if reduce is not alone:
                     found |= reduce(found.double()) > 0
-            if int(found.sum()) == before:
+            if bool((found >= units).all()) or int(found.sum()) == before:
                 return found
 
     return reached(links) & reached([(head, tail, link.mT) for tail, head, link in reversed(links)])
@@ -150,26 +157,25 @@ def balanced_log_scales(
     free = torch.arange(n, device=device) > 0
     if fixed is not None:
         free &= ~fixed.to(device)
-    edges, here = ([replace(e, head=e.head.to(device), tail=e.tail.to(device)) for e in some] for some in (edges, here))
+    edges, here = ([edges_on(e, device) for e in some] for some in (edges, here))
     moves = torch.cat([free, free.new_ones(M.ids - n)])
-    joins = [k for k, e in enumerate(edges) if bool(moves[e.head].any() | moves[e.tail].any())]  # else constant in F
+    ids, of = _flat([torch.cat([e.head.reshape(-1), e.tail.reshape(-1)]) for e in edges], device)
+    joins = of[moves[ids]].unique().tolist()  # all others are constant in F
     if not joins:
         return u
     edges, here, parts = [edges[k] for k in joins], [here[k] for k in joins], [parts[k] for k in joins]
-    strength = [_strength(e, w) for e, w in zip(here, parts, strict=True)]
-    for e, a in zip(edges, strength, strict=True):
-        if not bool(a.sum().isfinite()):
-            raise ValueError(f"{e.name} holds weights that are not finite, or whose squares are not")
+    stacks = _stacked(here, parts)
+    _require_finite(edges, stacks)
     unit = torch.where(free & plain, torch.arange(n, device=device), 0)  # all others act as ground
     unit = torch.cat([unit, unit.new_zeros(M.ids - n)])
-    live = live_units([_renamed(e, unit) for e in here], strength, n, reduce)[unit]
+    live = live_units(stacks, unit, torch.zeros_like(free).index_fill_(0, unit[ids], True), reduce)[unit]
     free &= live[:n]
-    edges = [_renamed(e, unit) for e in edges]
     layer = layers(edges, torch.cat([free & plain, live.new_zeros(M.ids - n)]))
     count = int(layer.max()) + 1
-    links = torch.cat([_keys(layer, count, e.head, e.tail).unique() for e in edges]).unique()
-    net = Network(_stacked(here, strength, live), M, reduce, layer, count, links)
-    del strength
+    links = _links(edges, layer, count)
+    pattern = Pattern(count, links // count, links % count)
+    net = Network([_between(s, live) for s in stacks], M, reduce, layer, count, links, pattern)
+    del stacks
     for _ in range(12):  # damped fixed-point sweeps: in log scale, so that factors of any size shrink geometrically
         into, out = sides(net, u)[:, :n]
         change = torch.where(free & plain, 0.25 * (out.log() - into.log()), 0)
@@ -215,15 +221,19 @@ def _forms(forms: Mapping[int, Form], n: int, device: torch.device) -> tuple[For
     return Forms(1 + max([n - 1, *forms]), node.long(), unit.long(), coefficient), plain
 
 
-def _renamed(e: Edges, unit: Tensor) -> Edges:
-    return replace(e, head=unit[e.head], tail=unit[e.tail])
+def _flat(ids: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """All ids in one vector, and which of the given ones each is of."""
+    sizes = torch.tensor([0, *map(len, ids)], device=device)
+    every = torch.cat([torch.empty(0, dtype=torch.long, device=device), *ids])
+    return every, torch.arange(-1, len(ids), device=device).repeat_interleave(sizes)
 
 
 def layers(edges: Sequence[Edges], free: Tensor) -> Tensor:
     """Number of the layer of every id, `(N,)`: free units with one first writer share it; 0 for all others."""
-    writer = torch.zeros(len(free), dtype=torch.long, device=free.device)
-    for k in sorted(range(len(edges)), key=lambda k: -edges[k].first):
-        writer[edges[k].head.reshape(-1)] = k + 1
+    order = sorted(range(len(edges)), key=lambda k: -edges[k].first)  # the last to write stands first in the network
+    heads, turn = _flat([edges[k].head.reshape(-1) for k in order], free.device)
+    last = torch.full_like(free, -1, dtype=torch.long).scatter_reduce(0, heads, turn, "amax")
+    writer = torch.tensor([*order, -1], device=free.device)[last] + 1
     return torch.where(free, writer, 0).unique(return_inverse=True)[1]
 
 
@@ -233,16 +243,62 @@ def _keys(layer: Tensor, count: int, head: Tensor, tail: Tensor) -> Tensor:
     return rows * count + (columns[:, :, :1] if bool((columns == columns[:, :, :1]).all()) else columns)
 
 
-def _stacked(edges: Sequence[Edges], strength: list[Tensor], live: Tensor) -> list[Stack]:
-    alike: dict[object, list[Stack]] = {}
-    for k, (e, a) in enumerate(zip(edges, strength, strict=True)):
-        for ids, dim in ((e.head, 2), (e.tail, 1)):
-            if not bool(live[ids].all()):
-                a = a if a.dtype == torch.float64 else a.double().square_()
-                a.mul_(live[ids].unsqueeze(dim))
-        key = a.shape[1:] if a.dtype == torch.float64 else k  # weights themselves are not copied
-        alike.setdefault(key, []).append(Stack(a, e.head, e.tail))
-    return [same[0] if len(same) == 1 else Stack(*map(torch.cat, zip(*same, strict=True))) for same in alike.values()]
+def _links(edges: Sequence[Edges], layer: Tensor, count: int) -> Tensor:
+    """All such pairs, in order."""
+    found = []
+    for same in _alike(edges):
+        head, tail = (torch.cat([getattr(edges[k], side) for k in same]) for side in ("head", "tail"))
+        usual = (layer[tail] == layer[tail][:, :1]).all(1)
+        found += [_keys(layer, count, head[some], tail[some]).unique() for some in (usual, ~usual)]
+    return torch.cat(found).unique()
+
+
+def _alike(edges: Sequence[Edges], apart: Collection[int] = ()) -> list[list[int]]:
+    """Numbers of edges with equal numbers of outputs and inputs; those `apart` stay by themselves."""
+    alike: dict[object, list[int]] = {}
+    for k, e in enumerate(edges):
+        alike.setdefault(k if k in apart else (e.head.shape[1], e.tail.shape[1]), []).append(k)
+    return list(alike.values())
+
+
+def _stacked(edges: Sequence[Edges], weights: Sequence[Tensor]) -> list[Stack]:
+    views = [e.view(w.detach()) for e, w in zip(edges, weights, strict=True)]
+    narrow = (v.is_floating_point() and v.dtype != torch.float64 and v.dim() == 3 and v.numel() >= MANY for v in views)
+    apart = {k for k, itself in enumerate(narrow) if itself and not edges[k].shift}  # weights that are not copied
+    return [
+        Stack(
+            views[same[0]] if same[0] in apart else _squares([(views[k], edges[k].shift) for k in same]),
+            torch.cat([edges[k].head for k in same]),
+            torch.cat([edges[k].tail for k in same]),
+            {k: len(edges[k].head) for k in same},
+        )
+        for same in _alike(edges, apart)
+    ]
+
+
+def _squares(views: Sequence[tuple[Tensor, float]]) -> Tensor:
+    """Of several weights, with their shifts, one after the other; together if they are of one kind."""
+    if len(views) > 1 and len({(v.shape[1:], shift) for v, shift in views}) == 1:
+        return square(torch.cat([v for v, _ in views]), views[0][1])
+    return square(*views[0]) if len(views) == 1 else torch.cat([square(*some) for some in views])
+
+
+def _require_finite(edges: Sequence[Edges], stacks: Sequence[Stack]) -> None:
+    for s in stacks:
+        sound = s.strength.sum((1, 2)).isfinite()
+        if not bool(sound.all()):
+            k = next(k for k, some in zip(s.members, s.of_each(sound), strict=True) if not bool(some.all()))
+            raise ValueError(f"{edges[k].name} holds weights that are not finite, or whose squares are not")
+
+
+def _between(s: Stack, live: Tensor) -> Stack:
+    """The edges between live units."""
+    a = s.strength
+    for ids, dim in ((s.head, 2), (s.tail, 1)):
+        if not bool(live[ids].all()):
+            a = a if a.dtype == torch.float64 else a.double().square_()
+            a.mul_(live[ids].unsqueeze(dim))
+    return s._replace(strength=a)
 
 
 # Sums over edges ------------------------------------------------------------------------------------------------------
@@ -343,7 +399,7 @@ def _layers_balanced(net: Network, u: Tensor) -> Tensor:
         f = into.log() - out.log()
         if not bool((f[1:].abs() > 1e-2).any()):
             break
-        y[1:] -= solver(torch.full_like(y, 4), k, l, -2 * E / into[k], -2 * E / out[l])(f[1:])
+        y[1:] -= net.pattern.solver(torch.full_like(y, 4), -2 * E / into[k], -2 * E / out[l])(f[1:])
     moved = u + y[net.layer[: len(u)]]
     before, after = (float(sides(net, at)[0].sum()) for at in (u, moved))
     return moved if after < before else u
@@ -360,7 +416,7 @@ def two_level(net: Network, u: Tensor, total: Tensor) -> Callable[[Tensor], Tens
     energy = layer_links(net, u)
     diagonal = 2 * _gather(net.layers, [k, l], [energy, energy])
     # The ridge, far below the gap of any chain of layers, is for layers that hardly hang together with ground.
-    solve = solver(diagonal * (1 + 1e-12), k, l, -2 * energy, -2 * energy)
+    solve = net.pattern.solver(diagonal * (1 + 1e-12), -2 * energy, -2 * energy)
 
     def condition(r: Tensor) -> Tensor:
         of_layers = torch.zeros_like(diagonal)

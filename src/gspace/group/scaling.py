@@ -168,6 +168,9 @@ def _doubt(name: str, view: Tensor, factor: Tensor, shift: float) -> str:
     """What speaks against these factors, or nothing."""
     limits, before = torch.finfo(view.dtype), (view + shift).abs()
     after = before * factor
+    low, high = after.aminmax() if after.numel() else (limits.tiny, limits.max)
+    if low >= limits.tiny and high <= limits.max:  # the usual case
+        return ""
     if not bool(before.isfinite().all()):
         return f"{name} holds values that are not finite, which no scale changes"
     lost = (after < limits.tiny * limits.eps) & (before > 0)
@@ -175,8 +178,10 @@ def _doubt(name: str, view: Tensor, factor: Tensor, shift: float) -> str:
     faint = (_row_sizes(after) < limits.tiny) & (_row_sizes(before) >= limits.tiny)
     if bool((after <= limits.max).all()) and not bool(lost.any()) and not bool(faint.any()):
         return ""
-    low, high = (float(x) for x in after[before > 0].aminmax())
-    return f"these scales take {name} out of the range of {view.dtype} (it would be {low:.3g} to {high:.3g})"
+    low, high = after[before > 0].aminmax()
+    return (
+        f"these scales take {name} out of the range of {view.dtype} (it would be {float(low):.3g} to {float(high):.3g})"
+    )
 
 
 def _row_sizes(view: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, analyzed, require_module
 from gspace.group.balance import square
 from gspace.group.scaling import Scales, random_scales, rescale_
-from gspace.optim.coordinates import Coordinates, coordinates, path_values
+from gspace.optim.coordinates import Coordinates, basis_values, coordinates
 from gspace.sharding import refuse_sharded, weights_of
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -204,7 +204,7 @@ def balancedness(model: nn.Module, *, analysis: Analysis | None = None, **option
     incoming, outgoing = (torch.zeros(n, dtype=torch.float64, device="cpu") for _ in range(2))
     weights = weights_of(model)
     for e in found.edges:
-        a = square(e, weights[e.name]).cpu()
+        a = square(e.view(weights[e.name]), e.shift).cpu()
         incoming.index_add_(0, e.head.reshape(-1), a.sum(2).reshape(-1))
         outgoing.index_add_(0, e.tail.reshape(-1), a.sum(1).reshape(-1))
     return Balance(incoming[1 : 1 + found.H], outgoing[1 : 1 + found.H])
@@ -238,7 +238,7 @@ def distance(model_a: nn.Module, model_b: nn.Module, *, at: Coordinates | None =
         )
     at = at if at is not None else coordinates(model_a, **{"reference": "balanced", "view": "exact", **options})
     with torch.no_grad():
-        a, b = (path_values(at, dict(m.named_parameters())).vector().double() for m in (model_a, model_b))
+        a, b = (basis_values(at, dict(m.named_parameters())).vector().double() for m in (model_a, model_b))
     return float((a - b).norm())
 
 
@@ -280,7 +280,7 @@ class RatioStatistics:
 
     def _values(self) -> Tensor:
         with torch.no_grad():
-            return path_values(self.at, dict(self.model.named_parameters())).roots
+            return basis_values(self.at, dict(self.model.named_parameters())).roots
 
     def update(self) -> Tensor:
         """Takes the ratios since the last call, `(roots,)`."""

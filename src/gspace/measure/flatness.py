@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gspace.optim.coordinates import Coordinates, coordinates, displaced, path_values, unflatten
+from gspace.optim.coordinates import Coordinates, basis_values, coordinates, displaced, unflatten
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def psi_flatness(
         raise ValueError(f"bound must be 'absolute' or 'relative', got {bound!r}")
     at = at if at is not None else coordinates(model, **{"reference": "balanced", "view": "exact", **options})
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    values = path_values(at, weights)
+    values = basis_values(at, weights)
     v = values.vector()
     limit = radius * (torch.ones_like(v) if bound == "absolute" else v.abs())
     if not radius > 0 or bool((limit[len(v) - len(values.roots) :] >= values.roots.abs()).any()):

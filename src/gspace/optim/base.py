@@ -13,17 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
 
 from gspace.analysis import Analysis, Inputs, analyzed
 from gspace.optim import choice, eager, exact, fast, shards
 from gspace.optim.arguments import (
     given,
     guards,
-    require_model,
     require_numbers,
     require_one_of,
-    require_own_group,
     warn_of_no_units,
     warn_of_thawed,
 )
@@ -33,21 +30,22 @@ from gspace.optim.eager import Allocation, Rules, wide
 from gspace.optim.fast import Bound
 from gspace.optim.fast.network import Outcome
 from gspace.optim.fast.tables import Tile
-from gspace.optim.held import Held, State, doubt_of_gradients, load_whole, portable
-from gspace.optim.hooks import capturing, hooked, loss_of
+from gspace.optim.held import OfModel, State, doubt_of_gradients, load_whole, portable
+from gspace.optim.hooks import capturing, loss_of
 from gspace.optim.reference import Reference
 from gspace.optim.skeleton import Skeleton, trained_names
 from gspace.optim.step import BatchNormRule, Coordinates, measure
-from gspace.sharding import Together, any_sharded, local, local_gradient, refuse_redundancy, reshard
+from gspace.sharding import Together, local, local_gradient, reshard
 
 _OF_GROUPS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
-class GSpaceOptimizer(Optimizer):
+class GSpaceOptimizer(OfModel):
     """An optimizer that moves in G-space; a subclass says what happens to path values in `_move`."""
 
     _built: Built | None = None
     _steady: Built | None = None  # what the last step was taken with: all state there is has been made
+    _unused: tuple[str, ...]  # units that stay outside of G-space, with the reason
     _way: Bound | str | None = None  # what takes the steps, or why torch's operations do
     _wayfor: Any = None  # what that was found for
 
@@ -65,8 +63,7 @@ class GSpaceOptimizer(Optimizer):
         max_drift: float,
         allocation: Allocation,
     ) -> None:
-        require_model(model)
-        refuse_redundancy(type(self).__name__)
+        mine = self._hold(model, params)
         require_one_of("batch_norm", batch_norm, ("released", "paper", "exact"))
         require_one_of("reference", reference, (None, "one", "balanced"))
         require_one_of("allocation", allocation, ("fixed", "spread"))
@@ -74,24 +71,14 @@ class GSpaceOptimizer(Optimizer):
         if batch_norm == "exact" and (allocation == "spread" or reference is not None):
             raise ValueError("batch_norm='exact' has coordinates of its own: it takes no allocation and no reference")
         require_numbers(defaults)
-        self.model, self._sharded = model, any_sharded(model)
         self.batch_norm, self.allocation = batch_norm, allocation
         self.max_ratio, self.max_drift = bounds
-        super().__init__(list(model.parameters()) if params is None else params, defaults)
+        super().__init__(mine, defaults)
         self.analysis = analyzed(model, analysis, given(example_input), "pin")
         self._view = exact.view(self.analysis) if batch_norm == "exact" else self.analysis
-        self._wanted, self._held = reference, Held(model)
-        self._unused: tuple[str, ...] = ()
+        self._wanted, self._unused = reference, ()
         self._told: set[str] = set()
         warn_of_no_units(self.analysis, type(self).__name__, stacklevel=3)
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters. Those that come after the first step are trained in plain coordinates until `rechoose()`."""
-        super().add_param_group(param_group)
-        require_own_group(self, self.model)
 
     # The choice -------------------------------------------------------------------------------------------------------
 
@@ -222,8 +209,6 @@ class GSpaceOptimizer(Optimizer):
         return portable(self, "_built", "_steady", "_way", "_wayfor", "_inner")
 
     # One step ---------------------------------------------------------------------------------------------------------
-
-    profile_hook_step = staticmethod(hooked)  # torch wraps `step` in it when the first optimizer of a class is made
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. `torch.compile` follows it once a skeleton is chosen; the first one is a call from its graph."""

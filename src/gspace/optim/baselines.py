@@ -16,38 +16,27 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Inputs, analyzed
 from gspace.optim import choice
-from gspace.optim.arguments import given, require_model, require_numbers, require_own_group
+from gspace.optim.arguments import given, require_numbers
+from gspace.optim.built import Seen, seen
 from gspace.optim.gsgd import alike, plain_sgd
-from gspace.optim.held import Held, State, load_whole, portable
-from gspace.optim.hooks import hooked, loss_of
+from gspace.optim.held import OfModel, State, load_whole, portable
+from gspace.optim.hooks import loss_of
 from gspace.optim.shards import divided, require_alike, require_gradients
 from gspace.optim.skeleton import Skeleton
 from gspace.optim.step import Number, layers_of
 from gspace.paths.pathsum import PathKappa, as_input_of, path_graph, path_kappa
-from gspace.sharding import any_sharded, cut, like, local, local_gradient, refuse_redundancy, reshard
+from gspace.sharding import cut, like, local, local_gradient, reshard
 
 
-class OfModel(torch.optim.SGD):
+class ModelSGD(OfModel, torch.optim.SGD):
     """torch's SGD, made of a model."""
 
-    profile_hook_step = staticmethod(hooked)
-
     def __init__(self, model: nn.Module, lr: Number, params: Iterable[Any] | None, **options: Any) -> None:
-        require_model(model)
-        refuse_redundancy(type(self).__name__)
-        self.model, self._held, self._sharded = model, Held(model), any_sharded(model)
-        super().__init__(list(model.parameters()) if params is None else params, lr, **options)
+        super().__init__(self._hold(model, params), lr, **options)
         require_numbers(self.defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         return portable(self, "_free")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        require_own_group(self, self.model)
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     def _look(self) -> None:
         """Nothing stands against a step."""
@@ -57,7 +46,7 @@ class OfModel(torch.optim.SGD):
         require_gradients(self.model, self._parameters())
 
 
-class PathSGD(OfModel):
+class PathSGD(ModelSGD):
     """Steepest descent with respect to the path norm (Neyshabur et al. 2015): w ← w − lr·g/κ.
 
     Under a rescaling w → s·w the gradient becomes g/s and κ becomes κ/s², so that the step becomes s times what it was:
@@ -201,7 +190,7 @@ def _require_steps(state: State) -> None:
         raise ValueError("this is the state of another optimizer, not of PathSGD")
 
 
-class FrozenSkeletonSGD(OfModel):
+class FrozenSkeletonSGD(ModelSGD):
     """`torch.optim.SGD` that never changes the free skeleton weights: G-SGD's control without its geometry.
 
     They are put back after every step, so momentum and weight decay do not reach them either. Which ones they are is
@@ -220,7 +209,7 @@ class FrozenSkeletonSGD(OfModel):
     >>> optimizer.step()
     """
 
-    _free: tuple[list[Tensor | None], list[tuple[Tensor, tuple[Tensor, ...]]]] | None = None
+    _free: tuple[Seen, list[tuple[Tensor, tuple[Tensor, ...]]]] | None = None
 
     def __init__(
         self,
@@ -266,11 +255,8 @@ class FrozenSkeletonSGD(OfModel):
     def _frozen(self) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
         """What is here of parameters with free skeleton weights, and where those are; kept as long as the state is."""
         self._look()
-        tables = [choice.kept(self.state, p) for p in self._parameters()]
-        if self._free is not None and len(tables) == len(self._free[0]):
-            here = (weight.device == entries[0].device for weight, entries in self._free[1])
-            if all(map(is_, tables, self._free[0])) and all(here):
-                return [(local(weight), entries) for weight, entries in self._free[1]]
+        if self._free is not None and seen(self.param_groups, self.state).same(self._free[0]):
+            return [(local(weight), entries) for weight, entries in self._free[1]]
         chosen, moving = self._chosen(), any(bool(group["lr"] != 0) for group in self.param_groups)
         if chosen is None or (moving and not chosen.final):
             require_alike(self.model)
@@ -281,7 +267,7 @@ class FrozenSkeletonSGD(OfModel):
             if bool(layer.free.any()):
                 found.append((weights[layer.edges.name], tuple(i[layer.free > 0] for i in layer.entries)))
         if chosen.final:
-            self._free = [choice.kept(self.state, p) for p in self._parameters()], found
+            self._free = seen(self.param_groups, self.state), found
         return [(local(weight), entries) for weight, entries in found]
 
     @torch.no_grad()

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from gspace.optim.choice import KEY, Chosen
 from gspace.optim.step import Plan, layers_of, plan
 
 Groups = Sequence[dict[str, Any]]
-_LOOKS = attrgetter("requires_grad", "device", "dtype")
+_TRAINED, _DEVICE, _DTYPE = map(attrgetter, ("requires_grad", "device", "dtype"))
 _NOTHING: dict[str, Any] = {}
 
 
@@ -29,8 +29,7 @@ class Built:
         unit_group: Group of in(r) of each root r, `(H + 1,)`.
         last: R of the roots in the last step, bounded and not.
         dtype: Of unit vectors.
-        tables: What the state of each parameter says of the skeleton.
-        seen: The parameters and their tables, by identity, and how they look.
+        seen: What it was built from.
     """
 
     chosen: Chosen
@@ -41,23 +40,33 @@ class Built:
     unit_group: Tensor
     last: tuple[Tensor, Tensor]
     dtype: torch.dtype
-    tables: list[Tensor | None]
-    seen: tuple[list[Any], ...]
+    seen: "Seen"
 
     def holds(self, groups: Groups, state: Any) -> bool:
         """Whether it was built from just this."""
-        return _seen(groups, state)[1] == self.seen
+        return seen(groups, state).same(self.seen)
 
 
-def _seen(groups: Groups, state: Any) -> tuple[list[Tensor | None], tuple[list[Any], ...]]:
-    """The tables of all parameters, and what `holds` compares.
+class Seen(NamedTuple):
+    """All parameters and what the state says of them, which are compared by identity, and how they look."""
 
-    What is compared by identity, `Built` holds: nothing else can come in its place.
-    """
+    parameters: list[Tensor]
+    tables: list[Tensor | None]
+    looks: tuple[list[Any], ...]
+
+    def same(self, then: "Seen") -> bool:
+        """Whether nothing has changed since then."""
+        alike = self.looks == then.looks  # and as many
+        return alike and all(map(is_, self.parameters, then.parameters)) and all(map(is_, self.tables, then.tables))
+
+
+def seen(groups: Groups, state: Any) -> Seen:
+    """Of all parameters of an optimizer."""
     listed = [p for group in groups for p in group["params"]]
     tables = [state.get(p, _NOTHING).get(KEY) for p in listed]
     sizes, strides = [len(group["params"]) for group in groups], list(map(Tensor.stride, listed))
-    return tables, (sizes, list(map(id, listed)), list(map(_LOOKS, listed)), strides, list(map(id, tables)))
+    looks = list(map(_TRAINED, listed)), list(map(_DTYPE, listed)), list(map(_DEVICE, listed)), strides
+    return Seen(listed, tables, (sizes, *looks))
 
 
 def build(
@@ -71,11 +80,9 @@ def build(
     dtype = torch.float64 if any(w.dtype == torch.float64 for w in weights) else torch.float32
     planned = plan(chosen.skeleton, shards.divided(layers, named), chosen.references, shards.reduce_of(named, dtype))
     of_weights = [group_of[id(w)] for w in weights]
-    unit_group = torch.zeros_like(planned.root)
-    for layer, g in zip(layers, of_weights, strict=True):
-        unit_group[layer.root] = g
+    of_edges = [group_of.get(id(named[e.name]), 0) for e in chosen.skeleton.edges]
+    unit_group = torch.tensor([*of_edges, 0], device="cpu")[chosen.skeleton.in_edge].to(planned.root.device)
     inside = {id(w) for w in weights}
     outside = [[p for p in group["params"] if id(p) not in inside] for group in groups]
     ratio, raw = torch.ones(2, chosen.skeleton.H + 1, dtype=dtype, device=planned.root.device).unbind()
-    kept = _seen(groups, state)
-    return Built(chosen, planned, weights, of_weights, outside, unit_group, (ratio, raw), dtype, *kept)
+    return Built(chosen, planned, weights, of_weights, outside, unit_group, (ratio, raw), dtype, seen(groups, state))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, Edges
 from gspace.devices import on_cpu
 from gspace.optim.reference import Reference, choose_skeleton, entry_references
-from gspace.optim.skeleton import Picked, Skeleton, by_edge, skeleton_of, trained_names, trained_units
+from gspace.optim.skeleton import Picked, Skeleton, skeleton_of, trained_names, trained_units
 from gspace.sharding import weights_of
 
 KEY = "skeleton"  # in the state of a parameter
@@ -53,31 +53,28 @@ def choose(
 
 @on_cpu
 def written(chosen: Chosen, edges: Sequence[Edges], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """State of the parameters of these edges, by their names."""
-    skeleton, n = chosen.skeleton, len(chosen.skeleton.edges)
-    number = {e.name: k for k, e in enumerate(skeleton.edges)}
-    into, out = by_edge(skeleton.in_edge, n), by_edge(skeleton.out_edge, n)
-    references = chosen.references.cpu()
-    tables = {}
-    for e in edges:
-        k, rows = number[e.name], e.head.numel()
-        positions = torch.full((rows + e.tail.numel(),), -1)
-        values = torch.zeros(len(positions), dtype=torch.float64)
-        for start, units, index, reference in (
-            (0, into[k], skeleton.in_index, references[0]),
-            (rows, out[k], skeleton.out_index, references[1]),
-        ):
-            positions[start : start + len(units)] = index[units]
-            values[start : start + len(units)] = reference[units]
-        lines = torch.cat([x.view(torch.uint8).reshape(-1, 8) for x in (positions, values)], 1)
-        tables[e.name] = torch.cat([_line(FINAL if chosen.final else PROVISIONAL, sizes[e.name]), lines])
-    return tables
-
-
-@on_cpu
-def _line(position: int, value: float) -> Tensor:
-    number, reference = torch.tensor([position]), torch.tensor([value], dtype=torch.float64)
-    return torch.cat([number.view(torch.uint8), reference.view(torch.uint8)])[None]
+    """State of the parameters of these sizes, by their names; `edges` are of those that touch units."""
+    skeleton, number = chosen.skeleton, {name: k for k, name in enumerate(sizes)}
+    ends = {e.name: (e.head.numel(), e.tail.numel()) for e in edges}
+    outputs, inputs = torch.tensor([ends.get(name, (0, 0)) for name in sizes]).long().reshape(-1, 2).unbind(1)
+    lines = 1 + outputs + inputs
+    start = lines.cumsum(0) - lines
+    positions, values = torch.full((int(lines.sum()),), -1), torch.zeros(int(lines.sum()), dtype=torch.float64)
+    positions[start] = FINAL if chosen.final else PROVISIONAL
+    values[start] = torch.tensor(list(sizes.values()), dtype=torch.float64)
+    of = torch.tensor([number.get(e.name, -1) for e in skeleton.edges] + [-1])  # that of ground is the last
+    for which, index, reference, first in (
+        (skeleton.in_edge, skeleton.in_index, chosen.references[0].cpu(), start + 1),
+        (skeleton.out_edge, skeleton.out_index, chosen.references[1].cpu(), start + 1 + outputs),
+    ):
+        units = of[which].argsort(stable=True)
+        units = units[of[which[units]] >= 0]
+        mine = of[which[units]]
+        count = torch.bincount(mine, minlength=len(start))
+        at = first[mine] + torch.arange(len(units)) - (count.cumsum(0) - count)[mine]
+        positions[at], values[at] = index[units], reference[units]
+    table = torch.cat([x.view(torch.uint8).reshape(-1, 8) for x in (positions, values)], 1)
+    return {name: t.clone() for name, t in zip(sizes, table.split(lines.tolist()), strict=True)}
 
 
 def put(chosen: Chosen, model: nn.Module, analysis: Analysis, state: Any, parameters: Iterable[Tensor]) -> None:
@@ -88,11 +85,9 @@ def put(chosen: Chosen, model: nn.Module, analysis: Analysis, state: Any, parame
     touched = touching(analysis)
     trained = trained_names(model, parameters) if touched else ()
     weights = {name: p for name, p in model.named_parameters() if name in trained}
-    sizes = {name: p.numel() for name, p in weights.items()}
-    tables = written(chosen, [e for e in touched if e.name in weights], sizes)
+    tables = written(chosen, touched, {name: p.numel() for name, p in weights.items()})
     for name, p in weights.items():
-        table = tables[name] if name in tables else _line(FINAL if chosen.final else PROVISIONAL, sizes[name])
-        state[p][KEY] = table.to(p.device)
+        state[p][KEY] = tables[name].to(p.device)
 
 
 @on_cpu

@@ -23,8 +23,9 @@ from gspace.analysis.result import plain
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_one_of
 from gspace.optim.reference import CHOICE, Reference, entry_references, reference_of
-from gspace.optim.skeleton import Skeleton, build_skeleton, connected
+from gspace.optim.skeleton import Skeleton, build_skeleton
 from gspace.optim.step import Layer, Plan, entries_after, layers_of, measure, plan, weights_after
+from gspace.optim.walks import connected
 from gspace.sharding import refuse_sharded
 
 View = Literal["transparent", "exact"]
@@ -150,7 +151,7 @@ def off_skeleton(layer: Layer, weight: Tensor) -> Tensor:
     return layer.edges.view(mask)
 
 
-def path_values(at: Coordinates, weights: Mapping[str, Tensor]) -> PathValues:
+def basis_values(at: Coordinates, weights: Mapping[str, Tensor]) -> PathValues:
     """The values of the basis paths; differentiable in `weights`, which are by parameter name."""
     refuse_sharded(weights, "a path value")
     into, out, roots = _measured(at, weights)

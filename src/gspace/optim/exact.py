@@ -22,14 +22,14 @@ row keeps its norm, in coordinates, so running statistics stay true. A bias befo
 Shapes: as in `step.py`. Units are those of the exact view; absorbed rows are ground.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gspace.analysis import Analysis
+from gspace.analysis import Analysis, Edges
 from gspace.analysis.result import plain
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_finite
@@ -38,14 +38,13 @@ from gspace.optim.skeleton import (
     NOT_TRAINED,
     Picked,
     by_edge,
-    connected,
-    largest_writers,
     skeleton_of,
     sorted_out,
     trained_names,
     trained_units,
 )
 from gspace.optim.step import Layer
+from gspace.optim.walks import best_places, connected, first_edges, flat_index, largest, nearer, rows_of, sizes_of
 from gspace.sharding import weights_of
 
 SHARED = "rows before a norm share their scale with other weights"
@@ -116,6 +115,38 @@ def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *
     nothing = torch.zeros(n, dtype=torch.long)
     skeleton = skeleton_of(edges, Picked(in_edge, in_index, parent, nothing - 1, nothing, nothing), usable)
     return Chosen(replace(skeleton, unused=tuple(unused)), references[:, usable], final)
+
+
+def largest_writers(
+    edges: Sequence[Edges], weights: Mapping[str, Tensor], level: Tensor, wanted: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """in(u) of units that are `wanted`, `(n,)` bool: the largest entry, by |w|·level(tail), of the first that writes u.
+
+    Returns which of `edges` holds it (−1: all are 0), its flat index, and the unit that it reads. `level` of such a
+    unit becomes the norm of the row, in place; units that are not wanted have theirs before.
+    """
+    n, live = len(level), torch.ones_like(wanted)
+    number = torch.where(wanted, torch.arange(n), 0)
+    bare = [replace(e, head=number[e.head], tail=number[e.tail]) for e in edges]
+    rows = rows_of(bare)
+    chosen = first_edges(rows, live, "head")
+    nearest = nearer(rows, live, chosen, "head").split([e.tail.numel() for e in edges])
+    edge, index, other = torch.full((n,), -1), torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.long)
+    for k in rows.ends["head"].place.argsort(stable=True).tolist():
+        e, here = edges[k], bare[k].head
+        if not bool((chosen[here] == k).any()):
+            continue
+        near, weight = nearest[k].reshape(e.tail.shape) * level[e.tail], weights[e.name].detach()
+        view = e.view(weight)
+        best, end, tap = largest(view, near, "head")
+        norms = (view.cpu().double() * near.reshape(len(near), 1, -1, *[1] * (view.dim() - 3))).flatten(2).norm(dim=2)
+        places = ((chosen[here] == k) & (best > 0)).reshape(-1).nonzero()[:, 0]
+        at = places[best_places(here.reshape(-1)[places], best.reshape(-1)[places], n)]
+        g, a = at // here.shape[1], at % here.shape[1]
+        u, b = here[g, a], end[g, a]
+        edge[u], level[u], other[u] = k, norms[g, a], e.tail[g, b]
+        index[u] = flat_index(torch.tensor(sizes_of(e, weight.shape)), g, a, b, tap[g, a])
+    return edge, index, other
 
 
 # One step -------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gspace.sharding import local
+from gspace.optim.arguments import require_model, require_own_group
+from gspace.optim.hooks import hooked, watched
+from gspace.sharding import any_sharded, local, refuse_redundancy
 
 State = dict[str, Any]
 
@@ -47,6 +49,36 @@ class Held:
                         f"the model was changed after {owner} was made: {where!r} is not what it was. "
                         f"Make a new {owner} for the changed model."
                     )
+
+
+class OfModel(Optimizer):
+    """An optimizer that is made of a model, and clears gradients and calls its step as `hooks.py` says."""
+
+    profile_hook_step = staticmethod(hooked)  # torch wraps `step` in it when the first optimizer of a class is made
+
+    def _hold(self, model: nn.Module, params: Iterable[Any] | None) -> Iterable[Any]:
+        """Takes the model; returns the parameters to be trained, or their groups."""
+        require_model(model)
+        refuse_redundancy(type(self).__name__)
+        self.model, self._held, self._sharded = model, Held(model), any_sharded(model)
+        return list(model.parameters()) if params is None else params
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters. After the first step in G-space, they train in plain coordinates until `rechoose()`."""
+        super().add_param_group(param_group)
+        require_own_group(self, self.model)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch does; it names this too, for a profiler that is not there."""
+        if watched() or not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
 
 
 def doubt_of_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> str:

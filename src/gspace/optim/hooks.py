@@ -26,12 +26,10 @@ def hooked(func: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(func)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        optimizer = cast(Optimizer, args[0])
+        optimizer: Any = args[0]
         plain = len(args) == 1 and not (  # a closure may register hooks
             kwargs
-            or torch.compiler.is_compiling()
-            or _profiler_enabled()
-            or profiler._is_profiler_enabled  # in any thread
+            or watched()
             or optimizer._optimizer_step_pre_hooks
             or optimizer._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks
@@ -40,6 +38,11 @@ def hooked(func: Callable[P, R]) -> Callable[P, R]:
         return (func if plain else named)(*args, **kwargs)
 
     return call
+
+
+def watched() -> bool:
+    """Whether a profiler, in any thread, or `torch.compile` looks at what is called."""
+    return torch.compiler.is_compiling() or _profiler_enabled() or profiler._is_profiler_enabled
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

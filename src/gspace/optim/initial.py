@@ -1,6 +1,6 @@
 """The paper's initialisation: a network on its skeleton."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis, analyzed
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_finite
-from gspace.optim.skeleton import Side, by_edge, connected, first_edges, pick
+from gspace.optim.skeleton import by_edge
+from gspace.optim.walks import pick, rows_of, walks
 from gspace.sharding import cut, local, shared, weights_of
 
 
@@ -41,11 +42,12 @@ def init_skeleton_(
 def _set_skeleton_(model: nn.Module, found: Analysis, sign: str, generator: torch.Generator | None) -> None:
     parameters, weights = dict(model.named_parameters()), weights_of(model)
     edges, n = found.transparent, found.H_paper + 1
-    live = connected(edges, n)
+    rows = rows_of(edges)
+    to_ground = walks(rows, n)
+    shapes = {name: p.shape for name, p in parameters.items()}
     marks: dict[str, Tensor] = {}
-    for side in get_args(Side):
-        chosen = first_edges(edges, live, side)
-        index, _, _ = pick(edges, weights, live, chosen, side, None)
+    for side, chosen in to_ground.chosen.items():
+        index, _ = pick(rows, to_ground, weights, shapes, side, None)
         for e, units in zip(edges, by_edge(chosen, len(edges)), strict=True):
             if len(units) and parameters[e.name].requires_grad:
                 marks.setdefault(e.name, torch.zeros(parameters[e.name].numel(), dtype=torch.bool))[index[units]] = True

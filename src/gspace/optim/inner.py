@@ -132,7 +132,9 @@ class InGSpace(GSpaceOptimizer):
             made.bare(inner)  # torch's wrappers break graphs; the state is there since the step before this graph
         else:
             for tensor, slope in zip(made.shown, made.slopes, strict=True):
-                tensor.grad = None if shown is None else slope  # no gradient: path values are left alone
+                grad = None if shown is None else slope  # no gradient: path values are left alone
+                if tensor.grad is not grad:
+                    tensor.grad = grad
             inner.state.clear()
             for v, p in made.owners.items():
                 kept = self.state.get(p, {})

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
-from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, by_edge, connected, trained_names
-from gspace.optim.step import path_products, walks
+from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, trained_names, values_at
+from gspace.optim.step import jumps_of, path_products
+from gspace.optim.walks import connected
 from gspace.sharding import weights_of
 
 Reference = Literal["one", "balanced"]
@@ -20,18 +21,8 @@ FAR = 2.0  # a path value that is so many times another one is no small change o
 
 def skeleton_values(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Values of in(u) and out(u), `(H + 1,)` float64 each, 1 for ground; differentiable."""
-    device = weights[next(iter(weights))].device if weights else torch.device("cpu")
-    result = []
-    for which, index in ((skeleton.in_edge, skeleton.in_index), (skeleton.out_edge, skeleton.out_index)):
-        units = by_edge(which.cpu(), len(skeleton.edges))
-        parts = [torch.ones(1, dtype=torch.float64, device=device)]
-        for e, some in zip(skeleton.edges, units, strict=True):
-            if len(some):
-                flat = weights[e.name].reshape(-1)
-                parts.append(flat[index[some].to(flat.device)].to(parts[0]))
-        at = torch.cat([which.new_zeros(1), *units]).argsort()  # ground first, then every unit once
-        result.append(torch.cat(parts)[at.to(device)])
-    return result[0], result[1]
+    into = values_at(skeleton.edges, weights, skeleton.in_edge, skeleton.in_index)
+    return into, values_at(skeleton.edges, weights, skeleton.out_edge, skeleton.out_index)
 
 
 def reference_of(model: nn.Module, analysis: Analysis) -> Reference:
@@ -63,7 +54,7 @@ def choose_skeleton(
 def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """I and O of every unit, `(H + 1,)` each; differentiable."""
     into, out = skeleton_values(skeleton, weights)
-    up, down = (walks(following.to(into.device)) for following in (skeleton.parent, skeleton.child))
+    up, down = (jumps_of(following.to(into.device)) for following in (skeleton.parent, skeleton.child))
     return path_products(into, up), path_products(out, down)
 
 

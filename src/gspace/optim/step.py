@@ -26,7 +26,7 @@ from torch import Tensor
 from gspace.analysis import Edges
 from gspace.devices import on_cpu
 from gspace.optim.skeleton import Skeleton, by_edge
-from gspace.sharding import Reduce, alone
+from gspace.sharding import Reduce, alone, edges_on
 
 Number = float | Tensor
 BatchNormRule = Literal["released", "paper", "exact"]
@@ -115,14 +115,12 @@ class Plan:
 def plan(skeleton: Skeleton, layers: Sequence[Layer], references: Tensor, reduce: Reduce = alone) -> Plan:
     """For a skeleton, its layers, or the parts of them that are here, and the references of in(u) and out(u)."""
     device = layers[0].root.device if layers else torch.device("cpu")
-    n = skeleton.H + 1
-    place = torch.zeros(2 * n, dtype=torch.long, device=device)
-    count = 1
-    for layer in layers:
-        number = torch.arange(count, count + len(layer.root), device=device)
-        count += len(number)
-        if layer.counts:
-            place[layer.root.to(device)], place[n + layer.free.to(device)] = number, number
+    n, none = skeleton.H + 1, torch.zeros(1, dtype=torch.long, device=device)
+    root, free = (torch.cat([none, *(getattr(x, of).to(device) for x in layers)]) for of in ("root", "free"))
+    counts = torch.tensor([True, *(x.counts for x in layers)], device=device)
+    counts = counts.repeat_interleave(torch.tensor([1, *(len(x.root) for x in layers)], device=device))
+    place, number = torch.zeros(2 * n, dtype=torch.long, device=device), torch.arange(len(root), device=device)
+    place[root[counts]], place[n + free[counts]] = number[counts], number[counts]
     place[0] = place[n] = 0
     root, parent = skeleton.root.to(device), skeleton.parent.to(device)
     units = torch.arange(n, device=device)
@@ -130,10 +128,10 @@ def plan(skeleton: Skeleton, layers: Sequence[Layer], references: Tensor, reduce
     following = torch.cat([parent, skeleton.child.to(device) + n])
     present = torch.cat([skeleton.in_edge, skeleton.out_edge]).to(device) >= 0
     reference = references.to(device).reshape(-1)
-    return Plan(tuple(layers), root, place, present, reference, following, walks(following), reduce)
+    return Plan(tuple(layers), root, place, present, reference, following, jumps_of(following), reduce)
 
 
-def walks(following: Tensor) -> tuple[Tensor, ...]:
+def jumps_of(following: Tensor) -> tuple[Tensor, ...]:
     """Where walks along `following` have come after 1, 2, 4 … steps, until all are at ground, which follows itself."""
     jumps, at = [], following
     while bool((following[at] != at).any()):
@@ -154,27 +152,37 @@ def layers_of(
     skeleton: Skeleton, weights: Mapping[str, Tensor], absorbed: Mapping[str, Tensor] | None = None
 ) -> list[Layer]:
     """Every parameter that touches a unit, or has rows that a norm absorbs."""
-    layers, masks = [], absorbed or {}
+    layers, masks, names = [], absorbed or {}, [e.name for e in skeleton.edges]
     trained = torch.where(skeleton.root == torch.arange(skeleton.H + 1), skeleton.in_edge, -1)
-    into, out = (by_edge(which, len(skeleton.edges)) for which in (trained, skeleton.out_edge))
-    for e, roots, free in zip(skeleton.edges, into, out, strict=True):
+    units, is_free = torch.arange(skeleton.H + 1).repeat(2), torch.arange(2).repeat_interleave(skeleton.H + 1)
+    order = by_edge(torch.cat([trained, skeleton.out_edge]), len(names))
+    sizes, places = [len(some) for some in order], torch.cat([torch.empty(0, dtype=torch.long), *order])
+    units, is_free = units[places], is_free[places]
+    of_all = (
+        torch.where(is_free > 0, skeleton.out_index[units], skeleton.in_index[units]),
+        torch.where(is_free > 0, 0, units),
+        torch.where(is_free > 0, units, 0),
+        torch.where(is_free > 0, units, skeleton.parent[units]),
+        torch.where(is_free > 0, skeleton.child[units], units),
+    )
+    for e, *of_entries in zip(skeleton.edges, *(x.split(sizes) for x in of_all), strict=True):
         if e.name not in masks and not bool(e.head.any() | e.tail.any()):
             continue
-        weight, none = weights[e.name], torch.zeros_like
-        place = torch.unravel_index(torch.cat([skeleton.in_index[roots], skeleton.out_index[free]]), weight.shape)
+        weight = weights[e.name]
         device = weight.device
-        layers.append(
-            Layer(
-                replace(e, head=e.head.to(device), tail=e.tail.to(device)),
-                tuple(i.to(device) for i in place),
-                torch.cat([roots, none(free)]).to(device),
-                torch.cat([none(roots), free]).to(device),
-                torch.cat([skeleton.parent[roots], free]).to(device),
-                torch.cat([roots, skeleton.child[free]]).to(device),
-                masks[e.name].to(device) if e.name in masks else None,
-            )
-        )
+        index, root, free, tail, head = (x.to(device) for x in of_entries)
+        mask = masks[e.name].to(device) if e.name in masks else None
+        layers.append(Layer(edges_on(e, device), unraveled(index, weight.shape), root, free, tail, head, mask))
     return layers
+
+
+def unraveled(index: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Flat indices into a tensor of this shape as one index for each dimension; `torch.unravel_index` checks more."""
+    found = []
+    for size in reversed(shape[1:]):
+        found.append(index % size)
+        index = index // size
+    return (index, *reversed(found))[: len(shape)]
 
 
 def part(layer: Layer, shape: Sequence[int], dim: int, start: int, stop: int) -> Layer:

@@ -1,4 +1,4 @@
-"""Paths of a network: small ones written out (`explicit`, `statements`), sums over all of them by a run (`pathsum`).
+"""Paths of a network: small ones written out (`explicit`), sums over all of them by a run (`pathsum`).
 
 `norms` has what users call: `path_norm`, `basis_path_norm`, `BasisPathPenalty`.
 

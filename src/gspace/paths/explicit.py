@@ -134,7 +134,7 @@ def enumerate_paths(wiring: Wiring, limit: int = LIMIT) -> tuple[Path, ...]:
 
     Every path of the network is found (of a weight used three times or more, the first and last use). Two things make
     sequences that are none: tied activations read one by one before they meet (write a, read b, later a + b), and a
-    weight used twice (its input and output share units, so it can be skipped). `statements.occurrences` tells them
+    weight used twice (its input and output share units, so it can be skipped). `tests/statements.py` tells them
     apart. They do no harm: any sequence balances every unit, so it lies in the space of dimension m − H that the basis
     paths span. The network's own paths span it, too, if each weight is used once: a flow through the tied units can be
     routed along the additions that tie them.

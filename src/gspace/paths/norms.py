@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gspace.analysis import Inputs
 from gspace.optim.arguments import number
-from gspace.optim.coordinates import Coordinates, PathValues, coordinates, path_values
+from gspace.optim.coordinates import Coordinates, PathValues, basis_values, coordinates
 from gspace.optim.reference import Reference
 from gspace.paths.pathsum import PathGraph, path_graph
 
@@ -114,7 +114,7 @@ def basis_path_norm(
     if not number(order) >= 1:
         raise ValueError(f"order must be at least 1, got {order!r}")
     at = at if at is not None else coordinates(model, reference=reference, **{"view": "exact", **options})
-    return _norm_of(path_values(at, dict(model.named_parameters())), order)
+    return _norm_of(basis_values(at, dict(model.named_parameters())), order)
 
 
 class BasisPathPenalty:
@@ -172,7 +172,7 @@ class BasisPathPenalty:
         return self._coordinates[model]
 
     def __call__(self, model: nn.Module) -> Tensor:
-        return self.of(path_values(self.coordinates(model), dict(model.named_parameters())))
+        return self.of(basis_values(self.coordinates(model), dict(model.named_parameters())))
 
     def of(self, values: PathValues) -> Tensor:
         """The penalty as a function of path values."""

@@ -14,6 +14,7 @@ from gspace.devices import on_cpu
 from gspace.optim.built import Built
 from gspace.optim.eager import Rules
 from gspace.optim.fast.tables import RECORD, Builder, Tables, Tile, as_matrix
+from gspace.optim.step import jumps_of
 from gspace.sharding import alone
 
 Groups = Sequence[Mapping[str, Any]]
@@ -47,9 +48,9 @@ class Outcome(IntEnum):
 
 def depths(following: Tensor) -> Tensor:
     """How many steps it takes from each unit to ground, which follows itself."""
-    depth, at = (following != torch.arange(len(following), device=following.device)).long(), following
-    while bool((depth[at] > 0).any()):
-        depth, at = depth + depth[at], at[at]
+    depth = (following != torch.arange(len(following), device=following.device)).long()
+    for at in jumps_of(following):
+        depth = depth + depth[at]
     return depth
 
 

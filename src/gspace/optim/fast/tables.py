@@ -21,7 +21,7 @@ row norms (the sum over row and column is an index; index 0 is a norm of 1) |
 """
 
 import math
-from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -80,8 +80,7 @@ class Sizes(NamedTuple):
     norms: int
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A parameter as it lies in memory, `groups` matrices of `rows` × `columns`.
 
     Attributes:
@@ -105,14 +104,14 @@ def as_matrix(view: Tensor) -> Matrix | None:
     """
     groups, out, into = view.shape[:3]
     taps, t = range(3, view.dim()), math.prod(view.shape[3:])
-    orders = {
-        Matrix(groups, out, into * t, False, 1, t): (0, 1, 2, *taps),
-        Matrix(groups, out * t, into, False, t, 1): (0, 1, *taps, 2),
-        Matrix(groups, into, out * t, True, 1, t): (0, 2, 1, *taps),
-        Matrix(groups, into * t, out, True, t, 1): (0, 2, *taps, 1),
-    }
-    found = [matrix for matrix, order in orders.items() if view.permute(order).is_contiguous()]
-    return max(found, key=lambda m: m.columns, default=None)
+    orders = [
+        (Matrix(groups, out, into * t, False, 1, t), (0, 1, 2, *taps)),
+        (Matrix(groups, out * t, into, False, t, 1), (0, 1, *taps, 2)),
+        (Matrix(groups, into, out * t, True, 1, t), (0, 2, 1, *taps)),
+        (Matrix(groups, into * t, out, True, t, 1), (0, 2, *taps, 1)),
+    ]
+    longest = sorted(orders, key=lambda order: -order[0].columns)
+    return next((matrix for matrix, order in longest if view.permute(order).is_contiguous()), None)
 
 
 class Builder:
@@ -121,13 +120,13 @@ class Builder:
     def __init__(self, tile: Tile, units: int, fold_items: int) -> None:
         self.tile, self.units, self.fold_items = tile, units, fold_items
         self.params: list[list[int]] = []
-        self.chunks: list[Tensor] = []
+        self.chunks: list[tuple[int, int, int, int]] = []
         self.index: list[Tensor] = []
         self.free: list[Tensor] = []
         self.folds: list[list[int]] = []
         self.tails: list[Tensor] = []
-        self.roots: list[Tensor] = []
-        self.entries = [torch.zeros(1, dtype=torch.long)]
+        self.owners: list[tuple[int, int, int, int]] = []  # of skeleton entries: how many, parameter, address, bytes
+        self.entries: list[tuple[Tensor, Tensor, Tensor]] = []  # root, offset, norm
         self.slots = self.indices = self.partials = self.sums = 0
         self.norms = 1  # the first is 1
 
@@ -150,15 +149,16 @@ class Builder:
         offset = torch.zeros(len(layer.root), dtype=torch.long)  # of skeleton entries from the first element, in memory
         for index, stride in zip(layer.entries, weight.stride(), strict=True):
             offset += index.cpu() * stride
-        of_group, in_row, in_column = torch.unravel_index(offset, (matrix.groups, matrix.rows, matrix.columns))
-        row, column = of_group * matrix.rows + in_row, of_group * matrix.columns + in_column
-        is_root = (layer.root > 0).cpu()
+        row, in_column = offset // matrix.columns, offset % matrix.columns
+        column = row // matrix.rows * matrix.columns + in_column
+        root = layer.root.cpu()
+        is_root = root > 0
         on_row = ~is_root if matrix.swap else is_root
         # Ids of heads follow those of tails: the kernels keep both kinds of factors in one vector.
         row_units, column_units = (tail, head + self.units) if matrix.swap else (head + self.units, tail)
         row_entry, column_entry = torch.full_like(norm_rows, -1), torch.full_like(norm_columns, -1)
         row_entry[row[on_row]] = in_column[on_row]
-        column_entry[column[~on_row]] = in_row[~on_row]
+        column_entry[column[~on_row]] = row[~on_row] % matrix.rows
         row_table = self._put(row_units.repeat_interleave(matrix.row_div), row_entry, norm_rows)
         column_table = self._put(column_units.repeat_interleave(matrix.column_div), column_entry, norm_columns)
         period = matrix.column_div if e.normalized and not matrix.swap else 1
@@ -180,7 +180,8 @@ class Builder:
         # Sums along columns are kept in registers while tiles go down, sums along rows while they go across: that pays
         # where a row has a sum for every tap.
         k, record = self._add(record, matrix.groups, weight, across=period > 1)
-        norm_at = norm_rows[row] + norm_columns[column]
+        self.owners.append((len(offset), k, weight.data_ptr(), weight.element_size()))
+        self.entries.append((root, offset, norm_rows[row] + norm_columns[column]))
         if e.normalized:
             self._fold(record, on_rows=not matrix.swap, items=norms, target=self.norms, edges=-1)
             self.norms += norms
@@ -192,9 +193,6 @@ class Builder:
             self.free.append(free)
             self.tails.append(tail)
             self.sums += len(tail)
-        unit = layer.root.cpu()
-        self.entries.append(weight.data_ptr() + offset * weight.element_size())
-        self.roots.append(torch.stack([unit, torch.full_like(unit, k), offset, norm_at], 1)[is_root])
         self.slots += 1
 
     def _add(self, given: Record, groups: int, parameter: Tensor, *, across: bool) -> tuple[int, Record]:
@@ -224,22 +222,20 @@ class Builder:
         if record["unit"]:
             self.partials += down * column_width + (over * row_width if normal or (swap and flow) else 0)
         k = len(self.params)
-        grid = torch.cartesian_prod(
-            torch.arange(groups), torch.arange(down) * chunk_rows, torch.arange(over) * chunk_columns
-        )
-        self.chunks.append(torch.cat([torch.full((len(grid), 1), k), grid.reshape(-1, 3)], 1))
+        self.chunks += product((k,), range(groups), range(0, rows, chunk_rows), range(0, columns, chunk_columns))
         self.params.append([int(record[name]) for name in RECORD])
         return k, record
 
     def _norm_places(self, matrix: Matrix, normalized: bool) -> tuple[Tensor, Tensor, int]:
         """Where norms are: an index per row and one per column of the matrix, to be added; how many there are."""
-        rows, columns = torch.arange(matrix.groups * matrix.rows), torch.arange(matrix.groups * matrix.columns)
+        rows, columns = (torch.zeros(matrix.groups * n, dtype=torch.long) for n in (matrix.rows, matrix.columns))
         if not normalized:
-            return torch.zeros_like(rows), torch.zeros_like(columns), 0
+            return rows, columns, 0
         if matrix.swap:
-            return torch.zeros_like(rows), self.norms + columns, len(columns)
+            return rows, self.norms + torch.arange(len(columns)), len(columns)
         period = matrix.column_div
-        return self.norms + rows * period, columns % period, len(rows) * period
+        norms = torch.arange(self.norms, self.norms + len(rows) * period, period)
+        return norms, torch.arange(len(columns)) % period, len(rows) * period
 
     def _fold(self, record: Record, *, on_rows: bool, items: int, target: int, edges: int) -> None:
         side, extent = ("row", "columns") if on_rows else ("column", "rows")
@@ -263,19 +259,23 @@ class Builder:
         nothing = torch.empty(0, dtype=torch.long)
         order, start, length = _by_root(root[torch.cat([nothing, *self.tails])], len(root))
         members, first, count = _by_root(root, len(root))
-        units = torch.cat([nothing.reshape(0, 4), *self.roots])
-        u, *where = units[units[:, 0].argsort()].unbind(1)
+        many, k, address, size = torch.tensor(self.owners, dtype=torch.long).reshape(-1, 4).unbind(1)
+        unit, offset, norm = (torch.cat([nothing, *some]) for some in zip(*self.entries, strict=True))
+        k, address, size = (x.repeat_interleave(many) for x in (k, address, size))
+        addresses = torch.cat([torch.zeros(1, dtype=torch.long), address + offset * size])
+        found = torch.stack([unit, k, offset, norm], 1)[unit > 0]
+        u, *where = found[found[:, 0].argsort()].unbind(1)
         roots = torch.stack([u, start[u], length[u], *where, unit_group[u], len(order) + first[u], count[u]], 1)
         tables = Tables(
             params=torch.tensor(self.params),
-            chunks=torch.cat(self.chunks).int(),
+            chunks=torch.tensor(self.chunks, dtype=torch.int32).reshape(-1, 4),
             # The first program of the fold also decides whether the step is taken: there is always one.
             folds=torch.tensor(self.folds or [[0, 0, 1, 0, 0, 0, 0, 0, 0, 0]]),
             units=torch.cat([nothing, *self.index]).int(),
             free=torch.cat([nothing, *self.free]),
             roots=roots,
             lists=torch.cat([order, members]).int(),
-            skeleton=torch.stack([torch.cat(self.entries)[plan.place.cpu()], plan.following.cpu()], 1),
+            skeleton=torch.stack([addresses[plan.place.cpu()], plan.following.cpu()], 1),
             reference=plan.reference.cpu(),
         )
         return tables, Sizes(self.partials, self.sums, self.norms)

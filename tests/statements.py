@@ -1,8 +1,8 @@
 """The paper's statements about paths, executable: Eq. (1), Theorems 3.3, 3.4, 3.6, Corollary 3.8 and Theorem 4.1.
 
-Each takes a small network made explicit (`paths.py`) and returns a `Statement`: true or false, with the numbers that
-say so. The theorems assume what the paper assumes, weights other than 0; where a statement has a premise, a network
-that does not meet it is refused.
+Each takes a small network made explicit (`gspace.paths`) and returns a `Statement`: true or false, with the numbers
+that say so. The theorems assume what the paper assumes, weights other than 0; where a statement has a premise, a
+network that does not meet it is refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
