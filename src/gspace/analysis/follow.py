@@ -46,6 +46,7 @@ class Follow(Run):
         powers: By storage, the power of what its nodes stand for, if nobody has asked for it yet.
         positions: First and last use of the parameters, in the order of the run.
         branches: How many branches depended on chance.
+        kept: Storages of the model's parameters and buffers.
         passed: What nodes went through, by the names of `PASSES`.
     """
 
@@ -65,6 +66,7 @@ class Follow(Run):
         self.powers: dict[int, int] = {}
         self.positions: dict[Leaf, tuple[int, int]] = {}
         self.passed: dict[str, list[Tensor]] = {}
+        self.kept: set[int] = set()
         self.position = self.branches = 0
 
     def enter(self, left: Container[str]) -> None:
@@ -73,6 +75,7 @@ class Follow(Run):
         for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if t.layout == torch.strided and t.numel():
                 spans.setdefault(key_of(t), []).append((name, *_span(t)))
+        self.kept.update(spans)
         for name, p in self.model.named_parameters():
             if not p.numel():
                 continue
@@ -138,7 +141,8 @@ class Follow(Run):
             return torch.tensor(ANY if t == 0 or abs(t) == math.inf else GROUND)
         power = self.powers.pop(key_of(t), 1)
         if t not in self.memory:
-            literal = t.dim() == 0 and t.is_floating_point() and not (t.is_meta or self.depends_on_data(t))
+            kept = key_of(t) in self.kept or self.depends_on_data(t)  # zero now, but perhaps not tomorrow
+            literal = t.dim() == 0 and t.is_floating_point() and not (t.is_meta or kept)
             zero = literal and bool((t == 0) | t.isinf())
             return torch.tensor(ANY if zero else GROUND).expand(t.shape)
         if power != 1:
