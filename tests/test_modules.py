@@ -186,3 +186,14 @@ def test_uses_of_a_parameter_that_contradict_each_other_are_pinned_with_the_reas
     found = gspace.analyze(model.double(), x)
     assert found.H == 0
     assert any(pin.reason.endswith(reason) for pin in found.pinned)
+
+
+@pytest.mark.parametrize("kept", ["buffer", "pinned parameter"])
+def test_a_number_that_the_model_keeps_is_no_literal_zero(kept: str) -> None:
+    """It is 0 before the training, and takes any scale only then."""
+    model = Net(lambda n, x: n.b(F.relu(n.a(x)) + n.shift), a=nn.Linear(4, 5), b=nn.Linear(5, 3))
+    if kept == "buffer":
+        model.register_buffer("shift", torch.zeros(()))
+    else:
+        model.shift = nn.Parameter(torch.zeros(()))
+    assert gspace.analyze(model, torch.randn(2, 4), pin=["shift"] if kept != "buffer" else ()).H == 0
