@@ -128,6 +128,19 @@ class Streams(nn.Module):
         return torch.cat([self.of_a(a), self.of_b(b), self.of_sum(a + b)], 1)
 
 
+class Experts(nn.Module):
+    """A stem, and two experts whose weights lie in one tensor, first (expert, out, in), then (expert, in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(2, 3, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(2, 2, 3)), nn.Parameter(torch.randn(2, 2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.einsum("bi,eoi->ebo", self.stem(x).relu(), self.up).relu()
+        return (hidden @ self.down).sum(0)
+
+
 def grouped() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv1d(2, 4, 2, groups=2),
@@ -164,6 +177,8 @@ SMALL = (
     Small("transposed", transposed, (1, 3, 3), H=5, dim=36),
     # 3 + 3 = 6; m = (6 + 3) + (3·4 + 3) + (6 + 2) = 32; the largest entry of a pool is not a sum of paths
     Small("depthwise", depthwise, (2, 3, 3), H=6, dim=26, paths="pieces"),
+    # 3 + 2·2 = 7; m = 6 + 12 + 4 = 22
+    Small("experts", Experts, (2,), H=7, dim=15),
     # 4 + 2 = 6; m = (12 + 4) + (8 + 2) + (10 + 2) = 38; unit 1 is read by b alone
     Small("concat", Concat, (3,), H=6, dim=32),
     # Inside the blocks: 3 + 1; m = 4 + 6 + 6 + 2 + 2 + 4 = 24

@@ -54,9 +54,14 @@ class Edges:
         if parameter.numel() == 0:
             return parameter.reshape(*self.head.shape, self.tail.shape[1], *parameter.shape[2:])
         if parameter.dim() != 1 and self.head.numel() != parameter.numel():
-            split = parameter.unflatten(0, (self.head.shape[0], -1))
+            split = parameter if self.stacked(parameter.shape) else parameter.unflatten(0, (len(self.head), -1))
             return split.transpose(1, 2) if self.swap else split
         return parameter.reshape(*self.head.shape, 1)
+
+    def stacked(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of this shape has a dimension for its groups, the first one, as experts in one tensor."""
+        ends = self.head.shape[1], self.tail.shape[1]
+        return tuple(shape[:3]) == (len(self.head), *(reversed(ends) if self.swap else ends))
 
     def part(self, shape: Sequence[int], dim: int, start: int, stop: int) -> "Edges":
         """The edges of `parameter.narrow(dim, start, stop - start)`, for a parameter of this shape.
@@ -68,13 +73,16 @@ class Edges:
         if single:
             every = torch.arange(head.numel(), device=head.device).reshape(*shape)
             here = every.narrow(dim, start, stop - start).flatten()
-        if single or (dim == 0 and len(head) > 1):
+        if self.stacked(shape) and not single:
+            head, tail = (head[here], tail[here]) if dim == 0 else (head, tail)
+            dim -= 1  # that of a matrix
+        if single or (dim == 0 and len(head) > 1 and not self.stacked(shape)):
             rows, columns = (tail, head) if self.swap and not single else (head, tail)
             group, rows = here // rows.shape[1], rows.reshape(-1)[here, None]
             head, tail = (columns[group], rows) if self.swap and not single else (rows, columns[group])
-        elif dim < 2 and (dim == 0) != self.swap:
+        elif 0 <= dim < 2 and (dim == 0) != self.swap:
             head = head[:, here]
-        elif dim < 2:
+        elif 0 <= dim < 2:
             tail = tail[:, here]
         return replace(self, head=head, tail=tail)
 

@@ -232,6 +232,14 @@ def layout(leaf: Leaf, equations: Equations) -> tuple[Tensor, Tensor, bool, int]
             first = one.reshape(-1).expand(shape[0]).reshape(groups, -1)
             second = rows[:, 0].expand(groups, shape[1])
             return (second, first, True, missing) if swap else (first, second, False, missing)
+    for swap in (
+        (False, True) if len(shape) > 2 and bool(tail.any()) else ()
+    ):  # a matrix for each of the first dimension
+        one, other = (tail, head) if swap else (head, tail)
+        if max(*one.shape[2:], other.shape[1], *other.shape[3:]) == 1:
+            first = one.reshape(one.shape[:2]).expand(shape[:2])
+            second = other.reshape(other.shape[0], -1).expand(shape[0], shape[2])
+            return (second, first, True, missing) if swap else (first, second, False, missing)
     if len(shape) == 1 and bool(tail.any()):
         return head.expand(shape)[:, None], tail.expand(shape)[:, None], False, missing
     if head.numel() * tail.numel() > LARGEST:

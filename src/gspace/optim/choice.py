@@ -173,9 +173,12 @@ def units_at(e: Edges, shape: torch.Size, index: Tensor) -> tuple[Tensor, Tensor
     first, second = e.head.shape
     if len(shape) == 1 or e.head.numel() == shape.numel():
         return e.head.reshape(-1)[index], e.tail[index // second, 0]
-    row, column = torch.unravel_index(index, shape)[:2]
-    inner = shape[0] // first  # outputs of a group, or inputs where they come first
-    group, row = row // inner, row % inner
+    if e.stacked(shape):
+        group, row, column = torch.unravel_index(index, shape)[:3]
+    else:
+        row, column = torch.unravel_index(index, shape)[:2]
+        inner = shape[0] // first  # outputs of a group, or inputs where they come first
+        group, row = row // inner, row % inner
     return (e.head[group, column], e.tail[group, row]) if e.swap else (e.head[group, row], e.tail[group, column])
 
 

@@ -193,7 +193,10 @@ def part(layer: Layer, shape: Sequence[int], dim: int, start: int, stop: int) ->
     """
     e, mask = layer.edges, layer.absorbed
     single = len(shape) == 1 or e.head.numel() == math.prod(shape)  # one weight for each output
-    if not single and (dim > 1 or (dim == 0) == e.swap) and (e.normalized or mask is not None):
+    across = dim > 1 or (dim == 0) == e.swap  # its inputs are divided
+    if e.stacked(shape):
+        across = dim > 2 or (dim > 0 and (dim == 1) == e.swap)
+    if not single and across and (e.normalized or mask is not None):
         raise ValueError(f"{e.name} has rows before a norm, which cannot be divided: shard its outputs instead")
     inside = (layer.entries[dim] >= start) & (layer.entries[dim] < stop)
     return replace(

@@ -173,7 +173,8 @@ def sizes_of(e: Edges, shape: torch.Size) -> tuple[int, ...]:
     """What `flat_index` has to know of a parameter of this shape."""
     if len(shape) == 1 or e.head.numel() == shape.numel():  # one weight for each output
         return 1, 0, e.head.shape[1], 0, 0, 1
-    return 0, e.swap, 0, shape[0] // e.head.shape[0], shape[1], math.prod(shape[2:])
+    outer, inner, *taps = shape[1:] if e.stacked(shape) else (shape[0] // len(e.head), *shape[1:])
+    return 0, e.swap, 0, outer, inner, math.prod(taps)
 
 
 def flat_index(sizes: Tensor, group: Tensor, out: Tensor, into: Tensor, tap: Tensor) -> Tensor:

@@ -159,6 +159,10 @@ def _ids(e: Edges, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
             return e.head.reshape(-1), e.tail.reshape(-1)
         tail = e.tail.reshape([1] * max(rank, 1)) if e.tail.numel() == 1 else e.tail.expand(groups, out).reshape(shape)
         return e.head.reshape(shape or (1,)), tail
+    if e.stacked(shape):
+        head, tail, taps = e.head[:, :, None], e.tail[:, None, :], [1] * (rank - 3)
+        head, tail = (head.mT, tail.mT) if e.swap else (head, tail)
+        return head.reshape(*head.shape, *taps), tail.reshape(*tail.shape, *taps)
     taps = [1] * (rank - 2)
     one, other, rows = (e.tail, e.head, inside) if e.swap else (e.head, e.tail, out)
     first = one.reshape(groups * rows, 1, *taps)
