@@ -162,6 +162,23 @@ def test_a_group_norm_over_one_value_writes_its_bias_whatever_the_scale() -> Non
     assert max(moved(model, (x,), found, absorbed=True).values()) <= 1e-12
 
 
+def test_experts_in_one_tensor_are_followed_at_any_size() -> None:
+    """600 units of the stem and 500 of each of 4 experts, whose 1.2 million weights are too many to follow one by one."""
+
+    def forward(s: Net, x: Tensor) -> Tensor:
+        hidden = torch.einsum("bi,eoi->ebo", F.relu(s.stem(x)), s.up).relu()
+        return (hidden @ s.down).sum(0)
+
+    generator = torch.Generator().manual_seed(0)
+    model = Net(forward, stem=nn.Linear(8, 600))
+    model.up = nn.Parameter(torch.randn(4, 500, 600, generator=generator) / 25)
+    model.down = nn.Parameter(torch.randn(4, 500, 3, generator=generator) / 25)
+    x = torch.randn(2, BATCH, 8, generator=generator, dtype=torch.float64)
+    found = gspace.analyze(model.double(), x[0])
+    assert (found.H, found.H_paper) == (2600, 2600)
+    assert max(moved(model, (x[1],), found).values()) <= 1e-12
+
+
 SHARED = {
     # overlapping windows of one vector; and a gain that is used with 1 added to it and without
     "that is no block of it": (
