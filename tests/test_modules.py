@@ -163,7 +163,7 @@ def test_a_group_norm_over_one_value_writes_its_bias_whatever_the_scale() -> Non
 
 
 def test_experts_in_one_tensor_are_followed_at_any_size() -> None:
-    """600 units of the stem and 500 of each of 4 experts, whose 1.2 million weights are too many to follow one by one."""
+    """600 of the stem and 500 of each of 4 experts, whose 1.2 million weights are too many to follow one by one."""
 
     def forward(s: Net, x: Tensor) -> Tensor:
         hidden = torch.einsum("bi,eoi->ebo", F.relu(s.stem(x)), s.up).relu()
