@@ -120,6 +120,11 @@ def test_an_analysis_of_the_model_inside_a_wrapper_is_of_another_model() -> None
         gspace.GSGD(nn.DataParallel(model), 0.1, analysis=gspace.analyze(model))
 
 
+def test_no_path_sum_of_a_model_on_the_meta_device() -> None:
+    with pytest.raises(ValueError, match="is on the meta device and has no values: materialize the model first"):
+        gspace.path_norm(mlp(5, 7, 3).to("meta"))
+
+
 def test_values_of_a_model_on_the_meta_device_are_not_read() -> None:
     model = Net(lambda s, x: s.o(F.relu(s.a(x)) * s.a.weight.norm().item()), a=nn.Linear(5, 7), o=nn.Linear(7, 3))
     assert gspace.analyze(mlp(5, 7, 3).to("meta"), X.to("meta")).H == 7

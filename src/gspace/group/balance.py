@@ -66,7 +66,7 @@ class Forms(NamedTuple):
     unit: Tensor
     coefficient: Tensor
 
-    def spread(self, u: Tensor) -> Tensor:
+    def at_nodes(self, u: Tensor) -> Tensor:
         """M·u, `(N,)`."""
         x = torch.cat([u, u.new_zeros(self.ids - len(u))])
         return x.index_add_(0, self.id, self.coefficient * u[self.unit])
@@ -351,7 +351,7 @@ def flows(net: Network, x: Tensor, d: Tensor) -> Tensor:
 
 def sides(net: Network, u: Tensor) -> Tensor:
     """‖incoming‖² and ‖outgoing‖² of every id, `(2, N)`; either adds up to 2F, ground included."""
-    return net.reduce(flows(net, net.M.spread(u), torch.ones_like(net.layer, dtype=u.dtype)))
+    return net.reduce(flows(net, net.M.at_nodes(u), torch.ones_like(net.layer, dtype=u.dtype)))
 
 
 def hessian(net: Network, u: Tensor, total: Tensor, free: Tensor, d: Tensor) -> Tensor:
@@ -359,14 +359,14 @@ def hessian(net: Network, u: Tensor, total: Tensor, free: Tensor, d: Tensor) -> 
 
     (Ax)_i = 2Σ over the edges at i of E·(x_i − x[other end]), and `total` = ΣE.
     """
-    x = net.M.spread(d)
-    change = 2 * (total * x - net.reduce(flows(net, net.M.spread(u), x).sum(0)))
+    x = net.M.at_nodes(d)
+    change = 2 * (total * x - net.reduce(flows(net, net.M.at_nodes(u), x).sum(0)))
     return torch.where(free, net.M.collect(change, len(d)), 0)
 
 
 def layer_links(net: Network, u: Tensor) -> Tensor:
     """Energy of all edges that join each pair of `links`."""
-    keys, parts, x = [], [], net.M.spread(u)
+    keys, parts, x = [], [], net.M.at_nodes(u)
     for s in net.stacks:
         p, q = _factors(s, x)
         keys.append(_keys(net.layer, net.layers, s.head, s.tail).reshape(-1))

@@ -157,10 +157,12 @@ class GSpaceOptimizer(OfModel):
 
     @property
     def skeleton(self) -> Skeleton:
+        """The skeleton; before the first step, what would be chosen now."""
         return self.chosen.skeleton
 
     @property
     def reference(self) -> Reference:
+        """In which units path values are measured (docs/theory.md)."""
         return "one" if bool((self.chosen.references == 1).all()) else "balanced"
 
     @property

@@ -123,7 +123,7 @@ class GSGD(GSpaceOptimizer):
         return super().state_dict()
 
     def statistics(self) -> dict[str, Any]:
-        """As in the base class; also which `way` takes the steps, and how many a GPU has `skipped`.
+        """What `InGSpace.statistics` has; also which `way` takes the steps, and how many a GPU has `skipped`.
 
         A step is skipped because a gradient is not finite.
         """

@@ -32,6 +32,7 @@ from gspace.analysis.operations import PATHS
 from gspace.analysis.run import called
 from gspace.analysis.sums import Sums
 from gspace.analysis.tape import Program, Tape
+from gspace.optim.arguments import require_values
 from gspace.sharding import any_sharded, whole, whole_copy
 
 __all__ = ["PathError", "PathGraph", "PathKappa", "as_input_of", "path_graph", "path_kappa"]
@@ -94,6 +95,7 @@ def path_graph(model: nn.Module, example_input: Inputs | None = None) -> PathGra
     """
     inner = unwrap(model)
     refuse(inner)
+    require_values(inner)
     inner = whole_copy(inner) if any_sharded(inner) else inner
     with untouched(inner):
         set_mode(inner, False)
