@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from gspace.optim.baselines import PathSGD
 from gspace.optim.coordinates import coordinates
 from gspace.paths.explicit import inverse_chain_rule, odot
 from invariance import analyze, build, draw_inputs, randomize_
+from parts import Net
 
 CASES_BY_NAME = {case.name: case for case in CASES}
 NETWORKS = ["mlp", "mlp-bn", "conv1d", "inception", "residual-tie", "resnet-small-tie", "shufflenet"]
@@ -74,9 +76,31 @@ def test_invariance_gap_tells_sgd_from_optimizers_in_g_space() -> None:
     assert table.rows["Path-SGD"].final < 1e-10
     assert table.rows["GSGD"].final < 1e-10
     lines = str(table).splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 7
     assert lines[2].startswith("| SGD | ")
-    assert len({line.count("|") for line in lines}) == 1
+    assert len({line.count("|") for line in lines[:5]}) == 1
+    assert lines[-1].startswith("gap: ")
+
+
+def test_a_gap_along_residual_streams_is_shown() -> None:
+    """Scales of streams are drawn too: an optimizer that pins them parts, one that follows them does not."""
+    torch.manual_seed(0)
+    model = dense.Residual().double()
+    data = [(torch.randn(16, 2).double(), torch.randint(2, (16,))) for _ in range(5)]
+    made = {
+        "pin": lambda m: gspace.GSGD(m, 0.1, reference="balanced"),
+        "tie": lambda m: gspace.GSGD(m, 0.1, reference="balanced", analysis=gspace.analyze(m)),
+    }
+    rows = gspace.compare_invariance(made, model, data).rows
+    assert rows["pin"].final > 1e-6
+    assert rows["tie"].final < 1e-12
+
+
+def test_outputs_may_come_in_an_object() -> None:
+    model = Net(lambda s, x: SimpleNamespace(logits=s.o(s.a(x).relu())), a=nn.Linear(6, 5), o=nn.Linear(5, 4)).double()
+    gap = invariance_gap(sgd(0.1), model, [(torch.randn(8, 6).double(), torch.randint(4, (8,)))] * 3)
+    assert gap.gaps[0] < 1e-13
+    assert gap.final > 1e-6
 
 
 def test_identity_scales_give_no_gap_for_any_optimizer() -> None:

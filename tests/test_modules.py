@@ -95,6 +95,15 @@ def test_what_both_modes_pin_is_counted_once() -> None:
     assert all(pin.where and pin.reason for pin in pins)
 
 
+def test_a_sum_that_fixes_a_scale_is_listed() -> None:
+    """h + h³, as in a GELU that is written out: 5 channels."""
+    model = Net(lambda s, x: s.b((lambda h: h + h**3)(s.a(x))), a=nn.Linear(4, 5), b=nn.Linear(5, 3))
+    found = gspace.analyze(model, torch.randn(2, 4))
+    pins = [(pin.operation, pin.count, pin.reason) for pin in found.pinned if pin.operation != "output"]
+    assert found.H == 0
+    assert pins == [("add", 5, "added to a power of itself, or to what scales otherwise")]
+
+
 def test_modes_can_be_restricted() -> None:
     """A network that is a tanh in training and a ReLU otherwise has 5 units in evaluation mode alone."""
 
@@ -177,6 +186,23 @@ def test_experts_in_one_tensor_are_followed_at_any_size() -> None:
     found = gspace.analyze(model.double(), x[0])
     assert (found.H, found.H_paper) == (2600, 2600)
     assert max(moved(model, (x[1],), found).values()) <= 1e-12
+
+
+@pytest.mark.parametrize("reached", [[0, 3], [0, 1, 2, 3]])
+def test_grouped_products_say_nothing_of_experts_without_rows(reached: list[int]) -> None:
+    """Each of 4 experts has 16 units. What one would do that no row goes to is not known, and no unit is made of it."""
+
+    def forward(s: Net, x: Tensor) -> Tensor:
+        ends = torch.tensor([sum(e <= k for e in reached) * 8 for k in range(4)], dtype=torch.int32)
+        hidden = F.relu(F.grouped_mm(x[: len(reached) * 8], s.up, offs=ends))
+        return F.grouped_mm(hidden, s.down, offs=ends)
+
+    model = Net(forward)
+    model.up, model.down = nn.Parameter(torch.randn(4, 16, 16)), nn.Parameter(torch.randn(4, 16, 8))
+    found = gspace.analyze(model, torch.randn(32, 16))
+    missing = 4 - len(reached)
+    assert 16 * len(reached) == found.H
+    assert found.unseen == ({"up": missing * 256, "down": missing * 128} if missing else {})
 
 
 SHARED = {

@@ -85,7 +85,7 @@ def analyze(
         generator = torch.Generator("cpu").manual_seed(0)
         for _ in range(3):  # experts that no token went to; the model may not take other values
             with suppress(TraceError):
-                if follow.unread():
+                if follow.misses_experts():
                     follow.run(redrawn(examples[0], generator), ways)
         return follow
 

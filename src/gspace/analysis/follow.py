@@ -99,6 +99,11 @@ class Follow(Run):
         """Parameters that no run has read."""
         return [leaf.parameter for leaves in self.weights.leaves.values() for leaf in leaves if not leaf.kinds]
 
+    def misses_experts(self) -> bool:
+        """Whether a parameter was not read, or one of several in one tensor was not."""
+        stacked = [leaf for leaves in self.weights.leaves.values() for leaf in leaves if leaf.parameter.dim() > 2]
+        return bool(self.unread()) or not all(bool(leaf.seen.content.all()) for leaf in stacked)
+
     def run(self, example: Inputs, modes: Sequence[bool]) -> None:
         """One run in each mode; where chance decides a branch, runs until several in a row say nothing new."""
         for training in modes:
@@ -211,7 +216,12 @@ class Follow(Run):
         met = ((fa == GROUND) | (fb == GROUND)) & (fa != ANY) & (fb != ANY) & (fa != fb)
         if bool(met.any()):
             self.pin(torch.maximum(fa, fb)[met], "meets what has no scale")
-        return self.tied(a, b)
+        before = [self.equations.find(t) for t in (fa, fb)] if self.equations.forms else []
+        result = self.tied(a, b)
+        lost = sum(len(t[(t > ANY) & (self.equations.find(t) == GROUND)].unique()) for t in before)
+        if lost:
+            self.note(lost, "added to a power of itself, or to what scales otherwise")
+        return result
 
     def tied(self, a: Tensor, b: Tensor) -> Tensor:
         """Nodes that must be the same: the first, or the second where the first is `ANY`."""

@@ -218,12 +218,13 @@ class Analysis:
         ]
         if self.H_absorbed:
             lines.append(f"norms absorb {self.H_absorbed:,} more, up to their ε")
-        if self.H_paper != self.H:
-            lines.append(
-                f"{self.H_paper:,} units in the paper's view: BatchNorm is ignored, and all coefficients are one"
-            )
-        if self.pinned:
-            lines += ["", "pinned:"] + [f"  {pin.told(_times(pin.count, n))}" for pin, n in folded(self.pinned)]
+        if self.special:
+            lines.append(f"optimizers leave out {self.special:,} of them, with other powers (as queries and keys)")
+        if self.H_paper != self.H - self.special:
+            lines.append(f"{self.H_paper:,} units in the paper's view, where BatchNorm is ignored")
+        inside = [pin for pin in self.pinned if pin.operation != "output"]
+        if inside:
+            lines += ["", "pinned:"] + [f"  {pin.told(_times(pin.count, n))}" for pin, n in folded(inside)]
         if self.unseen:
             lines += ["", "not used by the example, so nothing is known of:"]
             lines += [f"  {n:,} weights of {name}" for name, n in self.unseen.items()]

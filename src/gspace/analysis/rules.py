@@ -306,15 +306,15 @@ def trilinear(s: Follow, c: Call) -> Nodes:
 
 
 def grouped_product(s: Follow, c: Call) -> Nodes:
-    """Rows of x, sorted by expert, times each expert's matrix; where one gets no row, all read the same units."""
+    """Rows of x, sorted by expert, times each expert's matrix; of one that gets no row nothing is known."""
     x, ends = s.ids(c["self"]), c["offs"].tolist()
-    parts = [x[i:j] for i, j in zip([0, *ends], ends, strict=False)]
-    if not all(len(p) for p in parts):
-        parts = [x] * len(parts)
-    rows = torch.stack([s.reduce(p, 0) for p in parts])
-    result = s.contract(rows.unsqueeze(3), s.content(c["mat2"]).unsqueeze(1), [2])[:, 0, 0].expand(len(ends), -1)
-    which = torch.searchsorted(torch.tensor(ends), torch.arange(len(x)), right=True)
-    return result[which.clamp(max=len(ends) - 1)]
+    parts = []
+    for k, (i, j) in enumerate(zip([0, *ends], ends, strict=False)):
+        if i < j:
+            row = s.reduce(x[i:j], 0).unsqueeze(2)
+            parts.append(s.contract(row, s.content(c["mat2"][k]).unsqueeze(0), [1])[:, 0].expand(j - i, -1))
+    rest = ZERO.expand(len(x) - ends[-1], c["mat2"].shape[2])  # rows that no expert gets
+    return torch.cat([*parts, rest])
 
 
 # Norms ----------------------------------------------------------------------------------------------------------------

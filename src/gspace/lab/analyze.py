@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The model and what of it is pinned."""
     parser.add_argument("spec", metavar="SPEC", help=f"{FORM}; it is imported and executed")
-    told = "shape of an input, batch first; once per input (default: guessed from the model); N,T:V: integers below V"
+    told = "shape of an input, batch first, once per input (default: guessed); 2,16:1000 are integers below 1000"
     parser.add_argument("--input-shape", metavar="N,C,H,W", type=_shape, action="append", default=[], help=told)
     ties = "what an addition does to its operands: tie their scales, or pin them (the paper's choice) (default: tie)"
     parser.add_argument("--residual", choices=("pin", "tie"), default="tie", help=ties)
@@ -104,11 +104,19 @@ def analyzed(args: argparse.Namespace) -> tuple[nn.Module, gspace.Analysis, tupl
     generator = torch.Generator().manual_seed(args.seed)
     with steps(2) as begin:
         begin(f"build {args.spec}")
-        model = load_model(parse_spec(args.spec))
+        spec, needed = parse_spec(args.spec), getattr(args, "verify", False) or getattr(args, "check", None)
+        model = load_model(spec, values=bool(needed))
         inputs = random_inputs(model, args.input_shape, generator)
         begin("analyze")
         try:
-            found = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
+            try:
+                found = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
+            except gspace.TraceError:
+                if not any(p.is_meta for p in model.parameters()) or not spec.is_config:
+                    raise
+                model = load_model(spec)  # it reads values
+                inputs = random_inputs(model, args.input_shape, generator)
+                found = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
         except gspace.TraceError as error:
             if inputs or "example_input" not in str(error):
                 raise
@@ -232,6 +240,10 @@ class Spec:
     args: tuple[Any, ...] | None = None  # None if the SPEC has no parentheses
     kwargs: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_config(self) -> bool:
+        return self.source == "hf" or self.name == "config.json"
+
 
 def parse_spec(text: str) -> Spec:
     """The parts of a SPEC.
@@ -247,15 +259,16 @@ def parse_spec(text: str) -> Spec:
     return Spec(match["source"], match["name"], *(_literals(match["call"]) if match["call"] else ()))
 
 
-def load_model(spec: Spec) -> nn.Module:
-    """Imports `spec.source` and builds the model.
+def load_model(spec: Spec, *, values: bool = True) -> nn.Module:
+    """Imports `spec.source` and builds the model; that of a config on the meta device if its values are not needed.
 
     What the imported code prints goes to stderr, so that the standard output holds the report alone.
     """
     where = f"{spec.source}:{spec.name}"
     with contextlib.redirect_stdout(sys.stderr):
-        if spec.source == "hf" or spec.name == "config.json":
-            return _from_config(spec)
+        if spec.is_config:
+            with contextlib.nullcontext() if values else torch.device("meta"):
+                return _from_config(spec)
         factory: Any = _import(spec.source)
         for part in spec.name.split("."):
             if not hasattr(factory, part):
@@ -291,7 +304,10 @@ def _from_config(spec: Spec) -> nn.Module:
         auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
         return auto.from_config(config)
     except Exception as error:  # what transformers makes of a config may raise anything
-        raise RequestError(f"{spec.source}:{spec.name} failed: {reason(error, named=True)}") from error
+        first: BaseException = error
+        while first.__cause__ is not None:  # transformers wraps what an import of it needs
+            first = first.__cause__
+        raise RequestError(f"{spec.source}:{spec.name} failed: {reason(first, named=True)}") from error
 
 
 def _literals(call: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser(chosen: str | None) -> Parser:
     """The parser of all commands, with the options of the chosen one."""
-    parser = Parser(prog="gspace", description="Train ReLU networks in the space their function lives in.")
+    parser = Parser(prog="gspace", description="Find, use and train modulo the rescaling symmetry of PyTorch models.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {gspace.__version__}")
     parser.set_defaults(refuse=parser.error)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, analyzed, require_module
+from gspace.analysis.forward import tensors_in
 from gspace.group.balance import square
 from gspace.group.scaling import Scales, random_scales, rescale_
 from gspace.optim.coordinates import Coordinates, basis_values, coordinates
@@ -65,6 +66,10 @@ class InvarianceTable:
         for name, g in self.rows.items():
             loss = f"{g.losses[0]:.3g} → {g.losses[-1]:.3g}"
             lines.append(f"| {name} | {g.gaps[1]:.1e} | {g.final:.1e} | {g.moved:.2g} | {loss} |")
+        told = (
+            "gap: max |f − f'| / max |f| of a network f and its rescaled copy f'; moved: of f before and after training"
+        )
+        lines += ["", told]
         return "\n".join(lines)
 
 
@@ -72,11 +77,16 @@ def _gap(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max())
 
 
+def _first(output: Any) -> Tensor:
+    """The output, or the first tensor of it."""
+    return output if isinstance(output, Tensor) else tensors_in(output)[0]
+
+
 def _evaluated(model: nn.Module, inputs: Any) -> Tensor:
     training = {m: m.training for m in model.modules()}
     try:
         with torch.no_grad():
-            return model.eval()(inputs)
+            return _first(model.eval()(inputs))
     finally:
         for m, mode in training.items():
             m.training = mode
@@ -110,7 +120,7 @@ def invariance_gap(
     >>> invariance_gap(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), net, [batch] * 5).final > 1e-3
     True
     """
-    found = analyzed(model, analysis, options, "pin")
+    found = analyzed(model, analysis, options)
     refuse_sharded(dict(model.named_parameters()), "invariance_gap")
     plain, scaled = copy.deepcopy(model), copy.deepcopy(model)
     rescale_(scaled, random_scales(model, generator, analysis=found) if scales is None else scales, analysis=found)
@@ -127,7 +137,7 @@ def invariance_gap(
             for m, optimizer in pair:
                 torch.manual_seed(seed + step)  # dropout must not tell the two apart
                 optimizer.zero_grad()
-                value = loss(m(inputs), targets)
+                value = loss(_first(m(inputs)), targets)
                 value.backward()
                 optimizer.step()
                 if m is plain:
@@ -155,7 +165,7 @@ def compare_invariance(
     >>> print(str(table).splitlines()[0])
     | optimizer | gap after 1 step | after all steps | function moved | loss, first → last |
     """
-    found = analyzed(model, analysis, options, "pin")
+    found = analyzed(model, analysis, options)
     if not isinstance(optimizers, Mapping):
         raise TypeError(f"optimizers are functions that make one, by name, got {type(optimizers).__name__}")
     scales = random_scales(model, generator, analysis=found) if scales is None else scales
