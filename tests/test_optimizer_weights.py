@@ -272,6 +272,7 @@ def test_what_cannot_be_used_is_told_in_one_line_and_stays_in_the_statistics() -
     with pytest.warns(UserWarning, match="cannot use all units") as told:
         train(model, optimizer, batches(2))
     (message,) = [str(w.message) for w in told]
+    assert told[0].filename == train.__code__.co_filename
     assert "4 units touch a parameter that is not trained (frozen, or not in params=); 2 units have skeleton" in message
     assert "; ".join(optimizer.statistics()["unused"]) in message
 

@@ -101,7 +101,7 @@ class GSpaceOptimizer(OfModel):
         self._built = self._build(chosen)
         if chosen.final:
             self._unused = chosen.skeleton.unused
-            choice.warn_of_unused(chosen.skeleton, type(self).__name__, stacklevel=4)
+            choice.warn_of_unused(chosen.skeleton, type(self).__name__, stacklevel=6)
 
     def _read(self) -> Chosen | None:
         """What is chosen in the state; None if nothing is."""

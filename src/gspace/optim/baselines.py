@@ -232,7 +232,7 @@ class FrozenSkeletonSGD(ModelSGD):
         chosen = choice.choose(self.model, self.analysis, None, self._parameters(), final=final)
         choice.put(chosen, self.model, self.analysis, self.state, self._parameters())
         if final:
-            choice.warn_of_unused(chosen.skeleton, type(self).__name__, stacklevel=4)
+            choice.warn_of_unused(chosen.skeleton, type(self).__name__, stacklevel=7)
         return chosen
 
     def _chosen(self) -> choice.Chosen | None:
