@@ -3,6 +3,8 @@
 Each has two networks of 5 units that meet in a sum, or one; counts are derived in the comments.
 """
 
+import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 import gspace
 from moved import moved
@@ -230,3 +233,77 @@ def test_equalize_settles_where_channels_share_weights() -> None:
     scales = gspace.equalize_(model, "max-abs", example_input=x).values
     assert bool(((scales > 0.1) & (scales < 10)).all())
     torch.testing.assert_close(model(x), before, rtol=1e-12, atol=1e-12)
+
+
+class Mapped(nn.Module):
+    """A position map that is added to images, channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.d, self.h = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3), nn.Linear(4, 2)
+        self.pos = nn.Parameter(torch.randn(1, 6, 6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.c(x).permute(0, 2, 3, 1) + self.pos).relu().permute(0, 3, 1, 2)
+        return self.h(self.d(y).relu().mean((2, 3)))
+
+
+def test_entries_that_are_not_in_order_in_memory_stay() -> None:
+    """12 units; where the map cannot be seen as one row, its 8 are pinned. An analysis of before is refused."""
+    torch.manual_seed(0)
+    model, x = Mapped().double(), normal(2, 3, 6, 6)
+    found = gspace.analyze(model, x)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="entries of 'pos' are not in order in memory: analyze the model again"):
+        gspace.rescale_(model, gspace.random_scales(model, analysis=found), analysis=found)
+    again = gspace.analyze(model, x)
+    assert (found.H, again.H) == (12, 4)
+    assert max(moved(model, (x,), again).values()) <= 1e-12
+
+
+class Held:
+    __slots__ = "hidden"
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Numbered:
+    """Holds what can be read once, beside its tensor."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.counter, self.hidden = itertools.count(), hidden
+
+
+@pytest.mark.parametrize("kind", [Held, Numbered])
+def test_attributes_of_an_output_do_no_harm(kind: Any) -> None:
+    model = Net(lambda s, x: kind(s.o(F.relu(s.a(x)))), a=nn.Linear(4, 5), o=nn.Linear(5, 3))
+    assert gspace.analyze(model, torch.randn(6, 4)).H == 5
+
+
+def test_containers_that_cannot_change_are_left_alone() -> None:
+    model = Net(lambda s, x: s.o(F.relu(s.a(x))), a=nn.Linear(4, 5), o=nn.Linear(5, 3))
+    model.frozen, model.table = immutable_list(), immutable_dict(a=1)
+    assert gspace.analyze(model, torch.randn(6, 4)).H == 5
+
+
+@pytest.mark.parametrize("rule", ["released", "paper", "exact"])
+@pytest.mark.parametrize("swap", [False, True])
+def test_experts_before_a_batch_norm_train_like_one_matrix(rule: Any, swap: bool) -> None:
+    """3 experts of 5 rows that read the data, (expert, out, in) or (expert, in, out), beside a layer of 15 rows."""
+    torch.manual_seed(0)
+    flat, x, y = torch.randn(15, 4), normal(16, 4), normal(16, 3)
+    rest = nn.Sequential(nn.BatchNorm1d(15), nn.ReLU(), nn.Linear(15, 3)).double()
+    spec = "bi,eio->beo" if swap else "bi,eoi->beo"
+    ends = []
+    for w in (flat, flat.reshape(3, 5, 4).mT.contiguous() if swap else flat.reshape(3, 5, 4)):
+        product = (lambda s, x: x @ s.w.T) if w.dim() == 2 else (lambda s, x: torch.einsum(spec, x, s.w).flatten(1))
+        model = Net(lambda s, x, product=product: s.rest(product(s, x)), rest=copy.deepcopy(rest))
+        model.w = nn.Parameter(w.double())
+        optimizer = gspace.GSGD(model, 0.05, batch_norm=rule, example_input=x)
+        for _ in range(10):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+        ends.append(model(x).detach())
+    torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-10)

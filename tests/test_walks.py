@@ -5,8 +5,9 @@ from random import Random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import gspace
 from gspace.analysis import Edges
 from gspace.group.solve import DENSE, Pattern
 from gspace.optim.walks import OTHER, Side, best_places, first_edges, rows_of, walks
@@ -77,3 +78,32 @@ def test_equations_of_many_layers_are_those_of_few(count: int) -> None:
     pattern = Pattern(count, k, l)
     assert (pattern.elimination is None) == (count <= DENSE)
     torch.testing.assert_close(pattern.solver(diagonal, upper, lower)(b), expected, rtol=1e-12, atol=1e-14)
+
+
+class Kernels(nn.Module):
+    """A convolution of 1 × 1, one of 1 × 9, one of 3 × 3 and a linear layer, all 8 × 8 or 8 × 8 × 9."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.point, self.fc, self.head = (
+            nn.Conv2d(3, 8, 3),
+            nn.Conv2d(8, 8, 1),
+            nn.Linear(8, 8),
+            nn.Linear(8, 2),
+        )
+        self.row, self.square = nn.Conv2d(8, 8, (1, 9), padding=(0, 4)), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.square(self.row(self.point(self.stem(x).relu()).relu()).relu()).relu()
+        return self.head(self.fc(x.mean((2, 3))).relu())
+
+
+def test_layers_of_one_size_may_have_other_kernels() -> None:
+    torch.manual_seed(0)
+    model = Kernels()
+    optimizer = gspace.GSGD(model, lr=0.01, example_input=torch.randn(2, 3, 8, 8))
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(2, 3, 8, 8)).square().sum().backward()
+    optimizer.step()
+    assert optimizer.skeleton.H == 40
+    assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

@@ -128,6 +128,8 @@ def analyzed(
                 f"the analysis is of another model: this one has no parameter {e.name!r} of that size "
                 "(a wrapped model is another one: analyze what you pass here)"
             )
+        if not sharding.any_sharded(model) and e.lies_apart(parameters[e.name]):
+            raise ValueError(f"the entries of {e.name!r} are not in order in memory: analyze the model again")
     now = modules_of(unwrap(model)) if analysis.modules else {}
     for name in {**analysis.modules, **now}:
         if analysis.modules.get(name) != now.get(name):

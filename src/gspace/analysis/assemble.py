@@ -14,6 +14,7 @@ from gspace.analysis.memory import key_of
 from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, ids_of, plain, renumbered
 from gspace.analysis.weights import Leaf, layout
 
+APART = "its entries are not in order in memory: contiguous() would do"
 NONE = torch.zeros(0, dtype=torch.long, device="cpu")
 
 
@@ -109,7 +110,12 @@ def _edges(follow: Follow, names: Mapping[int, str], unseen: dict[str, int]) -> 
         head, tail, swap, missing = found
         unseen.update({name: missing} if missing else {})
         normalized = bool(follow.norms) and bool(into_norm[equations.find(leaf.head.content)].all())
-        edges[leaf] = Edges(name, head, tail, swap, normalized, *position, leaf.shift)
+        made = Edges(name, head, tail, swap, normalized, *position, leaf.shift)
+        if made.lies_apart(leaf.parameter):
+            follow.pins.append(Pin("view", name, min(leaf.place[0][:2]), APART))
+            equations.ground(leaf.head.content, leaf.tail.content)
+            continue
+        edges[leaf] = made
     return edges
 
 

@@ -3,9 +3,11 @@
 import random
 import sys
 import threading
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from types import NoneType
 from typing import Any
 
 import torch
@@ -53,24 +55,39 @@ def tensors_in(value: Any, *, caches: bool = False) -> list[Tensor]:
     A module is none of these. Nor is a cache of keys and values, if it comes out: the model reads it again.
     """
     found: dict[int, Any] = {}
-    waiting = [value]
+    waiting = [(value, False)]
     while waiting:
-        value = waiting.pop()
-        cached = any("Cache" in kind.__name__ for kind in type(value).__mro__)
-        if id(value) in found or isinstance(value, (nn.Module, type, str, bytes, range)) or (cached and not caches):
+        value, attribute = waiting.pop()
+        if isinstance(value, PLAIN) or id(value) in found:
+            continue
+        if not caches and any(kind.__name__.endswith("Cache") for kind in type(value).__mro__):
             continue
         found[id(value)] = value
-        if isinstance(value, Mapping):
-            waiting += reversed([*value.values()])
-        elif isinstance(value, (Sequence, Set, ValuesView)):
-            waiting += reversed([*value])
-        elif isinstance(value, Iterator):
+        if isinstance(value, Tensor):
+            continue
+        if isinstance(value, Iterator) and not attribute:
             raise TraceError("the model returns an iterator, which can be read once: return a list or tuple")
-        elif not isinstance(value, Tensor):
-            slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-            held = {**{name: getattr(value, name, None) for name in slots}, **getattr(value, "__dict__", {})}
-            waiting += reversed([*held.values()])
+        parts = value.values() if isinstance(value, Mapping) else value
+        inside = list(parts) if isinstance(parts, (Sequence, Set, ValuesView)) else []
+        waiting += [(part, True) for part in reversed(_attributes(value))]
+        waiting += [(part, attribute) for part in reversed(inside)]
     return [t for t in found.values() if isinstance(t, Tensor)]
+
+
+PLAIN = (nn.Module, type, str, bytes, bytearray, memoryview, array, range, int, float, complex, NoneType)
+
+
+def _attributes(value: Any) -> list[Any]:
+    """What an object holds, in slots too."""
+    held = []
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with suppress(Exception):  # it may not be set
+                held.append(vars(kind)[f"_{kind.__name__}{name}" if name.startswith("__") else name].__get__(value))
+    with suppress(Exception):
+        held += vars(value).values()
+    return held
 
 
 @contextmanager
@@ -112,11 +129,15 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _go_back(ways: Sequence[tuple[Any, ...]], empty: Sequence[Any]) -> None:
-    """Restores in the opposite order."""
-    for restore, *state in reversed(ways):
-        restore(*state)
-    for container in empty:
-        container.clear()
+    """Restores in the opposite order, all that can be."""
+    errors = []
+    for restore, *state in [*((_restore_container, container, []) for container in empty), *reversed(ways)]:
+        try:
+            restore(*state)
+        except Exception as error:  # noqa: BLE001 -- a container may raise anything, and the others are to be restored
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _held(values: Iterable[Any]) -> list[Any]:
@@ -153,6 +174,8 @@ def _way_back(value: Any) -> tuple[Any, ...]:
 
 def _restore_dict(now: dict[Any, Any], before: dict[Any, Any]) -> None:
     """Key by key: another thread may read it."""
+    if list(now) == list(before) and all(value is before[key] for key, value in now.items()):
+        return
     for key in now.keys() - before.keys():
         del now[key]
     now.update(before)

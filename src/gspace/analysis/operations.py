@@ -87,6 +87,7 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str | None], ...] = (
         rules.batch_norm,
         paths.batch_norm,
     ),
+    ("_weight_norm_interface", rules.weight_norm, NOT_HOMOGENEOUS),
     # what no positive scale changes
     (" ".join(CREATED), rules.created, paths.filled),
     (

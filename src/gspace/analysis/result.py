@@ -50,13 +50,18 @@ class Edges:
             return False
 
     def view(self, parameter: Tensor) -> Tensor:
-        """`parameter` as `(group, out, in, *taps)`, without a copy whatever its strides."""
+        """`parameter` as `(group, out, in, *taps)`; a copy only if entries that are units by themselves lie apart."""
         if parameter.numel() == 0:
             return parameter.reshape(*self.head.shape, self.tail.shape[1], *parameter.shape[2:])
         if parameter.dim() != 1 and self.head.numel() != parameter.numel():
             split = parameter if self.stacked(parameter.shape) else parameter.unflatten(0, (len(self.head), -1))
             return split.transpose(1, 2) if self.swap else split
         return parameter.reshape(*self.head.shape, 1)
+
+    def lies_apart(self, parameter: Tensor) -> bool:
+        """Whether its entries are units by themselves, and not in order in memory: `view` would be a copy."""
+        single = parameter.dim() > 1 and self.head.numel() == parameter.numel()
+        return single and self.view(parameter.detach()).untyped_storage()._cdata != parameter.untyped_storage()._cdata
 
     def stacked(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this shape has a dimension for its groups, the first one, as experts in one tensor."""

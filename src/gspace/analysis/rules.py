@@ -370,3 +370,11 @@ def batch_norm(s: Follow, c: Call) -> list[Nodes]:
 
 def _channels(nodes: Tensor, rank: int) -> Tensor:
     return nodes.reshape(1, -1, *[1] * (rank - 2)) if nodes.dim() else nodes
+
+
+def weight_norm(s: Follow, c: Call) -> list[Nodes]:
+    """By itself: torch's way of writing it would make one node for each entry."""
+    v, g = s.ids(c["v"]), s.ids(c["g"])
+    norm = s.reduce(v, [d for d in range(v.dim()) if d != c["dim"] % v.dim()])
+    v = s.equations.find(v)
+    return [s.equations.sum(1, s.equations.sum(1, v, -1, norm), 1, g), norm]

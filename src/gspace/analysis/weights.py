@@ -225,6 +225,9 @@ def layout(leaf: Leaf, equations: Equations) -> tuple[Tensor, Tensor, bool, int]
             seen, head, tail = (t.narrow(d, 0, 1) for t in some)
     (head,), (tail,) = squash(head), squash(tail)
     missing = math.prod(shape) - _count(seen, shape)
+    both = [sum(n > 1 for n in t.shape[:3]) > 1 for t in (head, tail)]  # by expert, and along its matrix
+    if leaf.groups == 1 and any(both) and (found := _stacked(shape, head, tail)):
+        return *found, missing
     for groups, swap in _candidates(shape, head, tail, leaf.groups) if len(shape) > 1 else ():
         one, other = (tail, head) if swap else (head, tail)  # along the first dimension; along the second, by group
         rows = other.reshape(other.shape[0], -1).expand(shape[0], -1).reshape(groups, shape[0] // groups, -1)
@@ -232,20 +235,25 @@ def layout(leaf: Leaf, equations: Equations) -> tuple[Tensor, Tensor, bool, int]
             first = one.reshape(-1).expand(shape[0]).reshape(groups, -1)
             second = rows[:, 0].expand(groups, shape[1])
             return (second, first, True, missing) if swap else (first, second, False, missing)
-    for swap in (
-        (False, True) if len(shape) > 2 and bool(tail.any()) else ()
-    ):  # a matrix for each of the first dimension
-        one, other = (tail, head) if swap else (head, tail)
-        if max(*one.shape[2:], other.shape[1], *other.shape[3:]) == 1:
-            first = one.reshape(one.shape[:2]).expand(shape[:2])
-            second = other.reshape(other.shape[0], -1).expand(shape[0], shape[2])
-            return (second, first, True, missing) if swap else (first, second, False, missing)
+    if bool(tail.any()) and (found := _stacked(shape, head, tail)):
+        return *found, missing
     if len(shape) == 1 and bool(tail.any()):
         return head.expand(shape)[:, None], tail.expand(shape)[:, None], False, missing
     if head.numel() * tail.numel() > LARGEST:
         return None
     nodes = equations.sum(1, head, -1, tail).expand(shape)  # one for each element, from ground
     return nodes.reshape(1, -1), torch.zeros(1, 1, dtype=torch.long), False, missing
+
+
+def _stacked(shape: Sizes, head: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, bool] | None:
+    """A matrix for each entry of the first dimension, as experts in one tensor have them."""
+    for swap in (False, True) if len(shape) > 2 and min(shape[1:3]) > 1 else ():
+        one, other = (tail, head) if swap else (head, tail)
+        if max(*one.shape[2:], other.shape[1], *other.shape[3:]) == 1:
+            first = one.reshape(one.shape[:2]).expand(shape[:2])
+            second = other.reshape(other.shape[0], -1).expand(shape[0], shape[2])
+            return (second, first, True) if swap else (first, second, False)
+    return None
 
 
 def _candidates(shape: Sizes, head: Tensor, tail: Tensor, groups: int) -> Iterator[tuple[int, bool]]:

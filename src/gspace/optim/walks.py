@@ -217,7 +217,7 @@ def _largest(
         row = (rows.first[some][:, None] + torch.arange(groups)).reshape(-1, 1)
         here = mine.start[row] + torch.arange(widths[side])
         there = other.start[row] + torch.arange(widths[OTHER[side]])
-        views = [e.view(weights[e.name].detach()) for e in edges]
+        views = [e.view(weights[e.name].detach()).unsqueeze(3).flatten(3) for e in edges]  # kernels may differ
         view = views[0] if len(views) == 1 else torch.cat([v.cpu() for v in views])  # they may be on several devices
         value, at, tap[here] = largest(view, factor[there], side)
         best[here], end[here] = value.double(), there.gather(1, at)
