@@ -81,7 +81,7 @@ def test_groups_edges_and_report_agree(name: str) -> None:
         assert view.untyped_storage().data_ptr() == parameters[edges.name].untyped_storage().data_ptr()
     report = found.to_dict()
     assert (report["H"], report["m"], len(report["units"])) == (found.H, found.m, len(found.units))
-    assert all(pin.operation in str(found) for pin in found.pinned)
+    assert all(pin.operation in str(found) for pin in found.pinned if pin.operation != "output")
 
 
 @every_case

@@ -131,7 +131,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def _go_back(ways: Sequence[tuple[Any, ...]], empty: Sequence[Any]) -> None:
     """Restores in the opposite order, all that can be."""
     errors = []
-    for restore, *state in [*((_restore_container, container, []) for container in empty), *reversed(ways)]:
+    for restore, *state in [*((_empty, container) for container in empty), *reversed(ways)]:
         try:
             restore(*state)
         except Exception as error:  # noqa: BLE001 -- a container may raise anything, and the others are to be restored
@@ -182,6 +182,11 @@ def _restore_dict(now: dict[Any, Any], before: dict[Any, Any]) -> None:
     if list(now) != list(before):
         now.clear()
         now.update(before)
+
+
+def _empty(now: Any) -> None:
+    if now:
+        now.clear()
 
 
 def _restore_container(now: Any, before: list[Any]) -> None:
