@@ -121,14 +121,14 @@ def analyzed(
     if options:
         raise ValueError(f"pass either analysis= or {', '.join(options)}=, not both")
     require_module(model)
-    parameters = dict(model.named_parameters())
+    parameters, whole = dict(model.named_parameters()), not sharding.any_sharded(model)
     for e in analysis.edges:
         if e.name not in parameters or not e.fits(parameters[e.name]):
             raise ValueError(
                 f"the analysis is of another model: this one has no parameter {e.name!r} of that size "
                 "(a wrapped model is another one: analyze what you pass here)"
             )
-        if not sharding.any_sharded(model) and e.lies_apart(parameters[e.name]):
+        if whole and e.lies_apart(parameters[e.name]):
             raise ValueError(f"the entries of {e.name!r} are not in order in memory: analyze the model again")
     now = modules_of(unwrap(model)) if analysis.modules else {}
     for name in {**analysis.modules, **now}:
