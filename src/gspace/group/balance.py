@@ -18,7 +18,7 @@ Shapes: a is `(group, out, in)`; a vector of units is `(n,)`, of ids `(N,)`, N �
 vector.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -29,33 +29,10 @@ from torch import Tensor
 from gspace.analysis import Edges
 from gspace.analysis.result import Form
 from gspace.group.solve import Pattern, conjugate_gradients
+from gspace.group.stacks import Stack, alike, between, factors, gather, products, stacked
 from gspace.sharding import Reduce, alone, edges_on, pieces
 
 Report = Callable[[int, float], object]  # is told the iteration and the error that is left
-LARGE = 1 << 14  # entries of a matrix that is worth a product of its own
-MANY, ROWS = 1 << 20, 1 << 18  # weights that are squared anew whenever they are needed, and so many at a time
-
-
-class Stack(NamedTuple):
-    """Parameters with equal numbers of outputs and inputs, one after the other along the group axis.
-
-    Attributes:
-        strength: a of every edge between live units, `(group, out, in)`; where they are many, weights themselves, which
-            are no float64.
-        head: Id that each output writes, `(group, out)`.
-        tail: Id that each input reads, `(group, in)`.
-        members: Their numbers, and how many groups each has.
-    """
-
-    strength: Tensor
-    head: Tensor
-    tail: Tensor
-    members: Mapping[int, int]
-
-    def of_each(self, values: Tensor) -> tuple[Tensor, ...]:
-        """What belongs to each member; the first axis is that of groups."""
-        parts: tuple[Tensor, ...] = values.split(list(self.members.values()))
-        return parts
 
 
 class Forms(NamedTuple):
@@ -102,12 +79,6 @@ class Network:
     layers: int
     links: Tensor
     pattern: Pattern
-
-
-def square(view: Tensor, shift: float = 0.0) -> Tensor:
-    """a = Σ over taps of w² in float64, `(group, out, in)`, of the view of a weight."""
-    a = view.detach().to(torch.float64, copy=True).add_(shift).square_()
-    return a.flatten(3).sum(3) if a.dim() > 3 else a
 
 
 def live_units(stacks: Sequence[Stack], unit: Tensor, units: Tensor, reduce: Reduce = alone) -> Tensor:
@@ -164,7 +135,7 @@ def balanced_log_scales(
     if not joins:
         return u
     edges, here, parts = [edges[k] for k in joins], [here[k] for k in joins], [parts[k] for k in joins]
-    stacks = _stacked(here, parts)
+    stacks = stacked(here, parts)
     _require_finite(edges, stacks)
     unit = torch.where(free & plain, torch.arange(n, device=device), 0)  # all others act as ground
     unit = torch.cat([unit, unit.new_zeros(M.ids - n)])
@@ -174,7 +145,7 @@ def balanced_log_scales(
     count = int(layer.max()) + 1
     links = _links(edges, layer, count)
     pattern = Pattern(count, links // count, links % count)
-    net = Network([_between(s, live) for s in stacks], M, reduce, layer, count, links, pattern)
+    net = Network([between(s, live) for s in stacks], M, reduce, layer, count, links, pattern)
     del stacks
     for _ in range(12):  # damped fixed-point sweeps: in log scale, so that factors of any size shrink geometrically
         into, out = sides(net, u)[:, :n]
@@ -246,41 +217,11 @@ def _keys(layer: Tensor, count: int, head: Tensor, tail: Tensor) -> Tensor:
 def _links(edges: Sequence[Edges], layer: Tensor, count: int) -> Tensor:
     """All such pairs, in order."""
     found = []
-    for same in _alike(edges):
+    for same in alike(edges):
         head, tail = (torch.cat([getattr(edges[k], side) for k in same]) for side in ("head", "tail"))
         usual = (layer[tail] == layer[tail][:, :1]).all(1)
         found += [_keys(layer, count, head[some], tail[some]).unique() for some in (usual, ~usual)]
     return torch.cat(found).unique()
-
-
-def _alike(edges: Sequence[Edges], apart: Collection[int] = ()) -> list[list[int]]:
-    """Numbers of edges with equal numbers of outputs and inputs; those `apart` stay by themselves."""
-    alike: dict[object, list[int]] = {}
-    for k, e in enumerate(edges):
-        alike.setdefault(k if k in apart else (e.head.shape[1], e.tail.shape[1]), []).append(k)
-    return list(alike.values())
-
-
-def _stacked(edges: Sequence[Edges], weights: Sequence[Tensor]) -> list[Stack]:
-    views = [e.view(w.detach()) for e, w in zip(edges, weights, strict=True)]
-    narrow = (v.is_floating_point() and v.dtype != torch.float64 and v.dim() == 3 and v.numel() >= MANY for v in views)
-    apart = {k for k, itself in enumerate(narrow) if itself and not edges[k].shift}  # weights that are not copied
-    return [
-        Stack(
-            views[same[0]] if same[0] in apart else _squares([(views[k], edges[k].shift) for k in same]),
-            torch.cat([edges[k].head for k in same]),
-            torch.cat([edges[k].tail for k in same]),
-            {k: len(edges[k].head) for k in same},
-        )
-        for same in _alike(edges, apart)
-    ]
-
-
-def _squares(views: Sequence[tuple[Tensor, float]]) -> Tensor:
-    """Of several weights, with their shifts, one after the other; together if they are of one kind."""
-    if len(views) > 1 and len({(v.shape[1:], shift) for v, shift in views}) == 1:
-        return square(torch.cat([v for v, _ in views]), views[0][1])
-    return square(*views[0]) if len(views) == 1 else torch.cat([square(*some) for some in views])
 
 
 def _require_finite(edges: Sequence[Edges], stacks: Sequence[Stack]) -> None:
@@ -291,62 +232,19 @@ def _require_finite(edges: Sequence[Edges], stacks: Sequence[Stack]) -> None:
             raise ValueError(f"{edges[k].name} holds weights that are not finite, or whose squares are not")
 
 
-def _between(s: Stack, live: Tensor) -> Stack:
-    """The edges between live units."""
-    a = s.strength
-    for ids, dim in ((s.head, 2), (s.tail, 1)):
-        if not bool(live[ids].all()):
-            a = a if a.dtype == torch.float64 else a.double().square_()
-            a.mul_(live[ids].unsqueeze(dim))
-    return s._replace(strength=a)
-
-
 # Sums over edges ------------------------------------------------------------------------------------------------------
-
-
-def _factors(s: Stack, x: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(2x) of the heads and exp(−2x) of the tails, as columns."""
-    return (2 * x[s.head]).exp()[:, :, None], (-2 * x[s.tail]).exp()[:, :, None]
-
-
-def _product(a: Tensor, column: Tensor) -> Tensor:
-    """a @ column, matrix by matrix where these are large: a batched product with one column is slow there."""
-    if a.shape[1] * a.shape[2] < LARGE:
-        return a @ column
-    return torch.stack([torch.mv(matrix, v[:, 0]) for matrix, v in zip(a, column, strict=True)])[:, :, None]
-
-
-def _products(s: Stack, right: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
-    """a @ right and aᵀ @ left, columns both."""
-    if s.strength.dtype == torch.float64:
-        return _product(s.strength, right), _product(s.strength.mT, left)
-    up, down = torch.empty_like(left), torch.zeros_like(right)
-    step = max(1, ROWS // s.strength.shape[2])
-    room = torch.empty(step, s.strength.shape[2], dtype=torch.float64, device=left.device)
-    for matrix, r, l, u, d in zip(s.strength, right[..., 0], left[..., 0], up[..., 0], down[..., 0], strict=True):
-        for k in range(0, len(matrix), step):
-            some = matrix[k : k + step]
-            a = room[: len(some)].copy_(some).square_()
-            torch.mv(a, r, out=u[k : k + step])
-            d.addmv_(a.mT, l[k : k + step])
-    return up, down
-
-
-def _gather(size: int, ids: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-    index, values = torch.cat([i.reshape(-1) for i in ids]), torch.cat([p.reshape(-1) for p in parts])
-    return values.new_zeros(size).index_add(0, index, values)
 
 
 def flows(net: Network, x: Tensor, d: Tensor) -> Tensor:
     """Σ E·d[tail] over the edges into every id and Σ E·d[head] over those out of it, as far as they are here."""
     up, down = [], []
     for s in net.stacks:
-        p, q = _factors(s, x)
-        above, below = _products(s, q * d[s.tail][:, :, None], p * d[s.head][:, :, None])
+        p, q = factors(s, x)
+        above, below = products(s, q * d[s.tail][:, :, None], p * d[s.head][:, :, None])
         up.append(p * above)
         down.append(q * below)
     heads, tails = [s.head for s in net.stacks], [s.tail for s in net.stacks]
-    return torch.stack([_gather(len(x), heads, up), _gather(len(x), tails, down)])
+    return torch.stack([gather(len(x), heads, up), gather(len(x), tails, down)])
 
 
 def sides(net: Network, u: Tensor) -> Tensor:
@@ -368,14 +266,14 @@ def layer_links(net: Network, u: Tensor) -> Tensor:
     """Energy of all edges that join each pair of `links`."""
     keys, parts, x = [], [], net.M.at_nodes(u)
     for s in net.stacks:
-        p, q = _factors(s, x)
+        p, q = factors(s, x)
         keys.append(_keys(net.layer, net.layers, s.head, s.tail).reshape(-1))
         if len(keys[-1]) == s.head.numel():
-            parts.append(p * _products(s, q, p)[0])
+            parts.append(p * products(s, q, p)[0])
         else:
             a = s.strength if s.strength.dtype == torch.float64 else s.strength.double().square_()
             parts.append(p * a * q.mT)
-    return net.reduce(_gather(len(net.links), [torch.searchsorted(net.links, torch.cat(keys))], parts))
+    return net.reduce(gather(len(net.links), [torch.searchsorted(net.links, torch.cat(keys))], parts))
 
 
 # Layers as wholes -----------------------------------------------------------------------------------------------------
@@ -395,7 +293,7 @@ def _layers_balanced(net: Network, u: Tensor) -> Tensor:
     energy, y = layer_links(net, u), u.new_zeros(count)
     for _ in range(20):
         E = energy * (2 * (y[k] - y[l])).exp()
-        into, out = _gather(count, [k], [E]), _gather(count, [l], [E])
+        into, out = gather(count, [k], [E]), gather(count, [l], [E])
         f = into.log() - out.log()
         if not bool((f[1:].abs() > 1e-2).any()):
             break
@@ -414,13 +312,13 @@ def two_level(net: Network, u: Tensor, total: Tensor) -> Callable[[Tensor], Tens
     """
     k, l, layer = net.links // net.layers, net.links % net.layers, net.layer[: len(total)]
     energy = layer_links(net, u)
-    diagonal = 2 * _gather(net.layers, [k, l], [energy, energy])
+    diagonal = 2 * gather(net.layers, [k, l], [energy, energy])
     # The ridge, far below the gap of any chain of layers, is for layers that hardly hang together with ground.
     solve = net.pattern.solver(diagonal * (1 + 1e-12), -2 * energy, -2 * energy)
 
     def condition(r: Tensor) -> Tensor:
         of_layers = torch.zeros_like(diagonal)
-        of_layers[1:] = solve(_gather(net.layers, [layer], [r])[1:])
+        of_layers[1:] = solve(gather(net.layers, [layer], [r])[1:])
         return r / (2 * total) + of_layers[layer]
 
     return condition

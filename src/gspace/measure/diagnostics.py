@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, analyzed, require_module
 from gspace.analysis.forward import tensors_in
-from gspace.group.balance import square
 from gspace.group.scaling import Scales, random_scales, rescale_
+from gspace.group.stacks import square
 from gspace.optim.coordinates import Coordinates, basis_values, coordinates
 from gspace.sharding import refuse_sharded, weights_of
 
