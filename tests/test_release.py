@@ -108,3 +108,10 @@ def test_it_runs_where_only_torch_is(wheel: Path, tmp_path: Path) -> None:
     refused = subprocess.run([str(command), "demo"], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert refused.returncode == 2
     assert "pip install" in refused.stderr
+
+
+def test_no_module_is_long() -> None:
+    """At most 400 lines."""
+    sizes = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "src").rglob("*.py")}
+    assert len(sizes) > 80
+    assert {name: n for name, n in sizes.items() if n > 400} == {}
