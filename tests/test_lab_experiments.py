@@ -54,7 +54,7 @@ def test_every_cell_stands_alone(experiment: Experiment, variant: Variant) -> No
 def schedule(recipe: Recipe) -> Recipe:
     """The recipe without what a method may choose."""
     method = {"optimizer": "sgd", "init": "default", "pin": "none", "max_ratio": None, "max_drift": None}
-    return recipe.but(**method, batch_norm="released", allocation="fixed", lr=0.0, weight_decay=0.0)
+    return recipe.but(**method, batch_norm="released", residual="pin", allocation="fixed", lr=0.0, weight_decay=0.0)
 
 
 @EVERY
@@ -179,17 +179,21 @@ def test_initial_weights_differ_from_table_1_in_the_draw_alone() -> None:
 def test_the_baseline_is_the_usual_one_and_its_starts_differ_in_the_init_alone() -> None:
     cells = Variant().cells(EXPERIMENTS["baseline"], unknown)
     for cell in cells:
-        recipe = cell.recipes[0]
-        assert (recipe.momentum, recipe.lr, recipe.schedule, recipe.warm_up) == (0.9, 0.1, "cosine", 0.02)
-        assert recipe.weight_decay == (1e-4 if cell.method.key == "gsgd-0.0001" else 5e-4)
+        recipe, key = cell.recipes[0], cell.method.key
+        assert (recipe.momentum, recipe.schedule, recipe.warm_up) == (0.9, "cosine", 0.02)
+        if recipe.batch_norm == "exact":
+            assert (recipe.model, recipe.weight_decay, recipe.residual) == ("resnet-34", 0, "tie")
+        else:
+            assert (recipe.lr, recipe.weight_decay) == (0.1, 1e-4 if key == "gsgd-0.0001" else 5e-4)
         assert (recipe.pin == "stages") == (recipe.init == "skeleton" and recipe.model == "plain-34")
     short = [c.recipes[0] for c in cells if c.recipes[0].validation and c.recipes[0].optimizer == "sgd"]
     starts = {"default", "skeleton", "dirac-added", "dirac", "delta-orthogonal"}
     assert {recipe.init for recipe in short} == starts
-    assert len({recipe.but(init="default", pin="none") for recipe in short}) == 4  # two networks, two data sets
-    full = [cell for cell in cells if cell.recipes[0].iterations == 64_000]
-    assert sorted({cell.method.key for cell in full}) == ["sgd", "sgd-skeleton"]
-    assert sum(len(cell.recipes) for cell in full) == 24
+    assert len({recipe.but(init="default", pin="none") for recipe in short}) == 2  # two networks on CIFAR-100
+    assert {c.recipes[0].lr for c in cells if c.recipes[0].batch_norm == "exact"} == {0.1, 0.3, 1.0}
+    longer = [cell for cell in cells if cell.recipes[0].iterations == 16_000]
+    assert sorted({cell.method.key for cell in longer}) == ["sgd", "sgd-skeleton"]
+    assert sum(len(cell.recipes) for cell in longer) == 24
 
 
 def test_what_may_explain_our_sgd_differs_from_table_1_in_one_thing() -> None:
@@ -241,18 +245,21 @@ def test_methods_with_momentum_are_tuned_with_equal_effort() -> None:
 
 
 @pytest.mark.parametrize("winner", ["dirac-added", "dirac", "delta-orthogonal"])
-def test_the_best_start_over_all_networks_and_sets_is_run_in_full(winner: str) -> None:
+def test_the_best_start_over_both_networks_is_run_further(winner: str) -> None:
     def score(recipe: Recipe) -> float:
-        lucky = recipe.init == "dirac" and recipe.data == "cifar10" and recipe.model == "plain-34"  # once is not enough
-        return 0.1 if lucky else 0.2 if recipe.init == winner else 0.9 + recipe.weight_decay
+        lucky = recipe.init == "dirac" and recipe.model == "plain-34"  # once is not enough
+        return 0.1 if lucky else 0.2 if recipe.init == winner else 0.9 + recipe.weight_decay - 0.1 * recipe.lr
 
     cells = Variant().cells(EXPERIMENTS["baseline"], score)
-    full = [cell for cell in cells if cell.recipes[0].iterations == 64_000]
-    assert {cell.method.key for cell in full} == {"sgd", "sgd-skeleton", f"sgd-{winner}", "gsgd"}
-    assert {len(cell.recipes) for cell in full} == {3}
-    assert len(full) == 4 * 4
-    decays = {cell.method.key: cell.recipes[0].weight_decay for cell in full}
-    assert decays == {"sgd": 5e-4, "sgd-skeleton": 5e-4, f"sgd-{winner}": 5e-4, "gsgd": 1e-4}  # the smaller one won
+    longer = [cell for cell in cells if cell.recipes[0].iterations == 16_000]
+    keys = {"sgd", "sgd-skeleton", f"sgd-{winner}", "gsgd", "gsgd-exact"}
+    assert {cell.method.key for cell in longer} == keys
+    assert {len(cell.recipes) for cell in longer} == {3}
+    assert len(longer) == 4 * 4 + 2  # exact on ResNet-34 alone
+    chosen = {cell.method.key: (cell.recipes[0].lr, cell.recipes[0].weight_decay) for cell in longer}
+    assert chosen.pop("gsgd") == (0.1, 1e-4)  # the smaller decay won
+    assert chosen.pop("gsgd-exact") == (1.0, 0.0)
+    assert set(chosen.values()) == {(0.1, 5e-4)}
 
 
 def test_best_waits_for_all_runs_and_never_prefers_one_that_diverged() -> None:

@@ -256,37 +256,47 @@ def initial_weights(quick: bool, scores: Scores) -> Iterator[Cell]:
 
 SKELETON = replace(FROM_SKELETON, control=False)  # it is asked about here
 STARTS = _methods("starts")
-DECAYS = {
-    replace(G_SGD, label="G-SGD, decay 0.0005"): 5e-4,
-    replace(G_SGD, key="gsgd-0.0001", label="G-SGD, decay 0.0001"): 1e-4,
-}
+(EXACT,) = _methods("exact")
+
+
+def _tries(method: Method, name: str, values: Sequence[float]) -> list[Method]:
+    """The method with each of these values of a field; the first keeps its key."""
+    label = {"weight_decay": "decay"}.get(name, name)
+    return [
+        Method(f"{method.key}-{x:g}" if k else method.key, f"{method.label}, {label} {x:g}", {**method.fields, name: x})
+        for k, x in enumerate(values)
+    ]
+
+
+DECAYS, EXACT_RATES = _tries(G_SGD, "weight_decay", (5e-4, 1e-4)), _tries(EXACT, "lr", (0.1, 0.3, 1.0))
 
 
 def baseline(quick: bool, scores: Scores) -> Iterator[Cell]:
-    sets, count = (("cifar10",), 1) if quick else (("cifar10", "cifar100"), 3)
+    sets, count, length = (("cifar10",), 1, {}) if quick else (("cifar10", "cifar100"), 3, {"iterations": 16_000})
     usual: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "milestones": (), "schedule": "cosine"}
-    models = ("plain-34", "resnet-34")
-    bases = [cifar(model, data, quick=quick, warm_up=0.02, **usual) for data in sets for model in models]
+    usual |= {"warm_up": 0.02, **length}
+    bases = [cifar(model, data, quick=quick, **usual) for data in sets for model in ("plain-34", "resnet-34")]
+    searched = *_, resnet = bases[-2:]  # CIFAR-100, where starts differ most
 
-    def tried(method: Method, base: Recipe) -> Recipe:
-        return held_out(method.on(base, weight_decay=DECAYS.get(method, base.weight_decay)))
+    def found(methods: Sequence[Method], on: Sequence[Recipe]) -> list[Method]:
+        """The best of these, by the mean over these networks; none while a run is unfinished."""
+        grid = [[held_out(method.on(base)) for base in on] for method in methods]
+        winner = best(grid, scores)
+        return [method for method, runs in zip(methods, grid, strict=True) if runs[0] == winner]
 
-    def found(methods: Sequence[Method]) -> tuple[Method, ...]:
-        """The best of these, by the mean over all networks and data sets; none while one is unfinished."""
-        winner = best([[tried(method, base) for base in bases] for method in methods], scores)
-        return tuple(method for method in methods if winner == tried(method, bases[0]))
-
-    for base in bases:
-        for method in (SGD, SKELETON, *STARTS, *DECAYS):
-            part = "short runs, {iterations} iterations, validation images"
-            yield Cell(part, base.model, method, seeds(tried(method, base), 1))
-    start, decays = found(STARTS), [DECAYS[method] for method in found(list(DECAYS))]
+    for base in searched:
+        part = "short runs, {iterations} iterations, validation images"
+        for method in (SGD, SKELETON, *STARTS, *DECAYS, *(EXACT_RATES if base == resnet else ())):
+            yield Cell(part, base.model, method, seeds(held_out(method.on(base)), 1))
+    start = found(STARTS, searched)
+    tuned = {G_SGD: found(DECAYS, searched), EXACT: found(EXACT_RATES, [resnet])}
     for base in bases:
         for method in (SGD, SKELETON, *start):
-            yield Cell("in full", base.model, method, seeds(method.on(base), count))
-        for decay in decays:
-            runs = seeds(G_SGD.on(base, weight_decay=decay), count)
-            yield Cell("in full", base.model, G_SGD, runs, None, f"decay {decay:g}")
+            yield Cell("{iterations} iterations", base.model, method, seeds(method.on(base), count))
+        for method, chosen in tuned.items():
+            for recipe in (one.on(base) for one in chosen if method is G_SGD or base.model == resnet.model):
+                setting = f"lr {recipe.lr:g}, decay {recipe.weight_decay:g}"
+                yield Cell("{iterations} iterations", base.model, method, seeds(recipe, count), None, setting)
 
 
 def sgd_gap(quick: bool, scores: Scores) -> Iterator[Cell]:
