@@ -147,7 +147,7 @@ class GSpaceOptimizer(OfModel):
         named: dict[str, Tensor] = dict(self.model.named_parameters())
         absorbed: dict[str, Tensor] = {}
         if self.batch_norm == "exact":
-            absorbed, _ = exact.absorbed_rows(self.analysis, {name: p.dim() for name, p in named.items()})
+            absorbed, _ = exact.absorbed_rows(self.analysis)
         return build(chosen, named, absorbed, self.param_groups, self.state)
 
     @property
