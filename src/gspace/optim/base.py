@@ -20,6 +20,7 @@ from gspace.optim.arguments import (
     given,
     guards,
     require_numbers,
+    require_one_device,
     require_one_of,
     warn_of_no_units,
     warn_of_thawed,
@@ -91,6 +92,7 @@ class GSpaceOptimizer(OfModel):
         self.adopt(chosen)
 
     def _choose(self, *, final: bool) -> Chosen:
+        require_one_device(choice.touching(self._view), self.model, type(self).__name__)
         if self.batch_norm == "exact":
             return exact.choose(self.model, self.analysis, self._parameters(), final=final)
         return choice.choose(self.model, self.analysis, self._wanted, self._parameters(), final=final)
