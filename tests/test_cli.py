@@ -124,6 +124,11 @@ def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProc
 # What it prints
 
 
+def test_a_model_without_units_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["analyze", "torch.nn:Linear(3, 2)"]) == 0
+    assert capsys.readouterr().out.startswith("no unit can be rescaled\n\nm = 8 weights")
+
+
 def test_analyze_prints_the_table_and_verifies(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["analyze", MLP, "--verify"]) == 0
     out, err = capfd.readouterr()
@@ -247,8 +252,9 @@ BAD = {
     "two calls": (["analyze", "model.py:build(6)(7)"], "more than one pair of parentheses"),
     "starred keyword": (["analyze", "model.py:build(**{'width': 6})"], "** is not a literal"),
     "factory that fails": (["analyze", "model.py:unfinished"], "RuntimeError: first line second line"),
-    "not callable": (["analyze", "model.py:number"], "is a int and builds no model"),
-    "not a model": (["analyze", "builtins:dict(a=1)"], "gives a dict, not a torch.nn.Module"),
+    "misspelt name": (["analyze", "model.py:biuld(6)"], "'model.py' has no 'biuld': did you mean 'build'?"),
+    "not callable": (["analyze", "model.py:number"], "builds no model: it is of type int"),
+    "not a model": (["analyze", "builtins:dict(a=1)"], "gives no torch.nn.Module, but an object of type dict"),
     "letters in the shape": (["analyze", MLP, "--input-shape", "2,five"], "is no shape"),
     "negative shape": (["analyze", MLP, "--input-shape", "2,-5"], "is no shape"),
     "wrong shape": (["analyze", MLP, "--input-shape", "2,6"], "does not accept"),

@@ -61,6 +61,30 @@ class Residual(nn.Module):
         return self.g(x.mean((2, 3)))
 
 
+class Experts(nn.Module):
+    """Three layers in one tensor, with biases `(experts, out)` that the norm swallows."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3, 4, 81) / 16), nn.Parameter(torch.randn(3, 4))
+        self.norm, self.g = norm(12, eps, nn.BatchNorm1d), nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.einsum("eoi,ni->neo", self.weight, x.flatten(1)) + self.bias
+        return self.g(F.relu(self.norm(h.flatten(1))))
+
+
+class Gained(nn.Module):
+    """A gain of single weights in a row that a norm absorbs; it looks like a bias there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.gain, self.norm = nn.Linear(5, 4), nn.Parameter(torch.rand(4) + 0.5), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.a(x) + self.gain * F.gelu(x[:, :4])).relu()
+
+
 def perceptron(eps: float) -> nn.Sequential:
     """Norms behind some layers; units that no norm writes, one layer of them read by a row that a norm absorbs."""
     return nn.Sequential(
@@ -74,6 +98,7 @@ NETWORKS: dict[str, tuple[Callable[[float], nn.Module], str, int, int]] = {
     "grouped": (Grouped, "pin", 6 + 6 + 9, 6 + 6 + 9),
     "residual-tie": (Residual, "tie", 8 + 6 + 6, 8 + 6 + 8 + 6 + 8),
     "mlp": (perceptron, "pin", 9 + 8 + 7 + 6, 9 + 7),
+    "experts": (Experts, "pin", 12, 12),
 }
 networks = pytest.mark.parametrize("network", NETWORKS)
 EXACT = {"batch_norm": "exact"}
@@ -172,7 +197,7 @@ def test_one_step_is_that_of_autograd_on_the_coordinates(network: str) -> None:
     optimizer = gspace.GSGD(model, lr, analysis=analysis, **EXACT)
     optimizer.rechoose()
     G = optimizer.incoming.abs()
-    masks, shared = exact.absorbed_rows(analysis, {name: p.dim() for name, p in model.named_parameters()})
+    masks, shared = exact.absorbed_rows(analysis)
     assert shared == 0
     edges = {e.name: e for e in optimizer.skeleton.edges}
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -183,13 +208,14 @@ def test_one_step_is_that_of_autograd_on_the_coordinates(network: str) -> None:
         ones = [1] * (view.dim() - 3)
         factor = G[e.tail].reshape(len(e.tail), 1, -1, *ones) / G[e.head].reshape(*e.head.shape, 1, *ones)
         rows = masks.get(name, torch.zeros_like(e.head, dtype=torch.bool)).reshape(*e.head.shape, 1, *ones)
-        size = torch.where(rows & (w.dim() > 1), (view * factor).flatten(2).norm(dim=2).reshape(rows.shape), 1)
+        norms = (view * factor).flatten(2).norm(dim=2).reshape(rows.shape)
+        size = torch.where(rows & (view[0, 0].numel() > 1), norms, 1)
         leaves[name] = (view * factor / size).requires_grad_()
         back[name], sizes[name] = size / factor, rows
 
     def weight(name: str, value: Tensor) -> Tensor:
         rows, e = sizes[name], edges[name]
-        if weights[name].dim() > 1:
+        if value[0, 0].numel() > 1:
             unit = value / value.flatten(2).norm(dim=2).reshape(rows.shape)
             value = torch.where(rows, unit, value)
         result = value * back[name]
@@ -207,7 +233,7 @@ def test_one_step_is_that_of_autograd_on_the_coordinates(network: str) -> None:
     for name, p in model.named_parameters():
         expected = weight(name, (leaves[name] - lr * leaves[name].grad)).detach()
         still = fixed[name].reshape(p.shape)
-        if p.dim() == 1 and name in masks:
+        if "bias" in name and name in masks:
             still = still | masks[name].reshape(p.shape)
         expected = torch.where(still, weights[name], expected)
         torch.testing.assert_close(p.detach(), expected, rtol=1e-10, atol=1e-13)
@@ -220,18 +246,30 @@ def test_gains_stand_still_and_rows_keep_their_norm(network: str) -> None:
     optimizer.rechoose()
     before, gauge = copy.deepcopy(model.state_dict()), optimizer.incoming.clone()
     edges = {e.name: e for e in optimizer.skeleton.edges}
-    masks, _ = exact.absorbed_rows(analysis, {name: p.dim() for name, p in model.named_parameters()})
+    masks, _ = exact.absorbed_rows(analysis)
     train(model, optimizer, x, y, 20)
     assert torch.equal(optimizer.incoming, gauge)
     for name, mask in masks.items():
         now, then = (edges[name].view(w) for w in (model.get_parameter(name).detach(), before[name]))
-        if model.get_parameter(name).dim() == 1:
+        if "bias" in name:
             assert torch.equal(now, then)
             continue
         columns = gauge.abs()[edges[name].tail].reshape(len(now), 1, -1, *[1] * (now.dim() - 3))
         norms = [(w * columns).flatten(2).norm(dim=2)[mask] for w in (now, then)]
         torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
         assert gap(then, now) > 1e-3
+
+
+def test_a_gain_in_a_row_before_a_norm_is_trained() -> None:
+    torch.manual_seed(0)
+    model, x = Gained(), torch.randn(16, 5)
+    before = model.gain.detach().clone()
+    optimizer = gspace.GSGD(model, 0.1, analysis=gspace.analyze(model, x), **EXACT)
+    model(x)[:, 0].mean().backward()
+    with pytest.warns(UserWarning, match="4 rows before a norm share their scale with other weights"):
+        optimizer.step()
+    torch.testing.assert_close(model.gain.detach(), before - 0.1 * model.gain.grad)
+    assert float(model.gain.grad.abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

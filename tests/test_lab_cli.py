@@ -569,6 +569,8 @@ def test_benchmarks_are_listed_and_run_with_their_options(
     assert capfd.readouterr().err == "too large\n"
     assert main("bench", "sped") == 2
     assert "did you mean 'speed'?" in capfd.readouterr().err
+    assert main("bench", "nothing") == 2
+    assert "there are: " in capfd.readouterr().err
     monkeypatch.setattr(bench, "FOLDER", tmp_path / "absent")
     assert main("bench") == 2
     assert "they come with the source" in capfd.readouterr().err

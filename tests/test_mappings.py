@@ -262,8 +262,33 @@ def test_export() -> None:
     assert smoothquant(net, found) == [[["1"], "0"]]
     assert gspace.check_mappings(net, entries) == []
     assert gspace.check_mappings(net, smoothquant(net, found)) == []
-    convolutions = network("folded")
-    assert awq(convolutions, gspace.mappings(convolutions, IMAGES)[:2]) == []
+
+
+MISFITS: dict[str, tuple[Any, Any]] = {
+    "a layer that reads the channels is no nn.Linear": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)),
+        torch.ones(1, 3, 2, 2),
+    ),
+    "a layer scales by a power of the factor": (SquaredReLU, None),
+    "several rows or columns share a channel": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 1), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)),
+        torch.ones(1, 2, 4),
+    ),
+    "the channels are not the rows, or not the columns, of a whole layer": (
+        lambda: nn.Sequential(nn.Embedding(5, 3), nn.ReLU(), nn.Linear(3, 2)),
+        torch.arange(5),
+    ),
+}
+
+
+@pytest.mark.parametrize("why", MISFITS)
+def test_an_export_says_why_a_mapping_is_left_out(why: str) -> None:
+    make, example = MISFITS[why]
+    net = make()
+    found = gspace.mappings(net, example)
+    table = awq(net, found)
+    assert (table, table.left_out, len(found)) == ([], {why: found}, 1)
+    assert smoothquant(net, found).left_out == {"no norm writes the channels": found}
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
@@ -332,7 +357,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.splitlines()[1:] == ["4         norm  0       1", "8         relu  1       3"]
     for form in ("json", "awq", "smoothquant"):
         assert cli.main(["mappings", spec, "--format", form]) == 0
-        written = capsys.readouterr().out
+        written, told = capsys.readouterr()
+        assert ("1: no norm writes the channels" in told) == (form == "smoothquant")
         table = tmp_path / f"{form}.json"
         table.write_text(written)
         assert len(json.loads(written)) == (1 if form == "smoothquant" else 2)

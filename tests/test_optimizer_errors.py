@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import gspace
+from away import Away
 from contract import Kind, Net, assert_same, backward, batches, chain, flatten, moved, train, values
 from error_inputs import LOADING, MAKING, OURS, STEPS
 
@@ -87,3 +89,13 @@ def test_a_group_of_strangers_leaves_no_trace(kind: Kind) -> None:
     before = values(model)
     train(model, optimizer, batches(1))
     assert "head.weight" in moved(model, before)
+
+
+def test_weights_on_two_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    analysis = gspace.analyze(model)
+    model[2].weight = nn.Parameter(Away(model[2].weight.detach()))
+    monkeypatch.setattr("gspace.optim.arguments.require_values", lambda model: None)  # meta, the second device here
+    optimizer = gspace.GSGD(model, 0.1, analysis=analysis)
+    with pytest.raises(ValueError, match=r"one device, and '0.bias' is on cpu, '2.weight' on meta: move them"):
+        optimizer.step()

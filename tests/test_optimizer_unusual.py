@@ -534,6 +534,15 @@ def test_a_rate_of_one_element_in_statistics() -> None:
     assert optimizer.statistics()["effective_lr"].shape == (12,)
 
 
+def test_printed_statistics_are_one_short_line_per_key() -> None:
+    model = zoo.mlp(6, 70, 3)
+    for optimizer in (gspace.GSGD(model, 0.1), gspace.InGSpace(model, torch.optim.Adam)):
+        lines = str(optimizer.statistics()).splitlines()
+        assert lines[0] == "ratio_quantiles  0: 1, 0.05: 1, 0.5: 1, 0.95: 1, 1: 1"
+        assert {"path_value       70 values, 1 to 1", "unused           none"} <= {*lines}
+        assert max(map(len, lines)) < 80
+
+
 @pytest.mark.parametrize("bound", [np.float32(1.5), torch.tensor(1.5), Fraction(3, 2)], ids=lambda x: type(x).__name__)
 def test_numbers_of_other_libraries_are_bounds(bound: Any) -> None:
     model = zoo.mlp(6, 7, 3).double()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gspace
+from away import Away
 from cases import CASES, Case, slow_above
 from gspace.group import balance
 from invariance import analyze, build, draw_inputs, outputs, relative_change
@@ -172,6 +173,16 @@ def test_balance_is_idempotent_and_forgets_the_scales(case: Case) -> None:
     again = gspace.balance_(other, analysis=found)
     assert float(again.log().abs().max()) < 1e-9
     assert_same_weights(other, model, 1e-9)
+
+
+def test_balanced_scales_of_weights_on_two_devices() -> None:
+    model = mlp(5, 7, 7, 3).double()
+    found, weights = gspace.analyze(model), {name: p.detach() for name, p in model.named_parameters()}
+    first = next(iter(weights))
+    apart = {name: w if name == first else Away(w) for name, w in weights.items()}
+    one, two = (balance.balanced_log_scales(found.edges, some, 1 + found.H) for some in (weights, apart))
+    assert torch.equal(one, two)
+    assert float(one.abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("depth", [10, 200])

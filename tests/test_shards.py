@@ -74,7 +74,7 @@ def test_parts_take_the_step_of_the_whole(name: str, rule: step.BatchNormRule) -
     named, masks = dict(model.named_parameters()), {}
     if rule == "exact":
         chosen = exact.choose(model, found, model.parameters(), final=True)
-        masks, _ = exact.absorbed_rows(found, {k: p.dim() for k, p in named.items()})
+        masks, _ = exact.absorbed_rows(found)
     else:
         chosen = choice.choose(model, found, "balanced", model.parameters())
     layers = step.layers_of(chosen.skeleton, {k: p.detach() for k, p in named.items()}, masks)

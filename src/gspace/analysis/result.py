@@ -216,7 +216,7 @@ class Analysis:
     def __str__(self) -> str:
         rows = [("units", "kind", "written by", "read by")]
         rows += [(_times(g.count, n), g.kind, ", ".join(g.written), ", ".join(g.read)) for g, n in folded(self.units)]
-        lines = aligned(rows)
+        lines = aligned(rows) if self.units else ["no unit can be rescaled"]
         lines += [
             "",
             f"m = {self.m:,} weights   H = {self.H:,} units   m − H = {self.dim:,}   H/m = {self.invariant_ratio:.3g}",

@@ -135,7 +135,7 @@ def balanced_log_scales(
     if not joins:
         return u
     edges, here, parts = [edges[k] for k in joins], [here[k] for k in joins], [parts[k] for k in joins]
-    stacks = stacked(here, parts)
+    stacks = stacked(here, [w.detach().to(device) for w in parts])  # they may be on several devices
     _require_finite(edges, stacks)
     unit = torch.where(free & plain, torch.arange(n, device=device), 0)  # all others act as ground
     unit = torch.cat([unit, unit.new_zeros(M.ids - n)])

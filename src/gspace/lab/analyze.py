@@ -11,6 +11,7 @@ holds a config.json; nothing is downloaded.
 import argparse
 import ast
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import json
@@ -272,18 +273,20 @@ def load_model(spec: Spec, *, values: bool = True) -> nn.Module:
         factory: Any = _import(spec.source)
         for part in spec.name.split("."):
             if not hasattr(factory, part):
-                raise RequestError(f"{spec.source!r} has no {spec.name!r}")
+                near = difflib.get_close_matches(part, dir(factory), 1)
+                hint = f": did you mean {near[0]!r}?" if near else ""
+                raise RequestError(f"{spec.source!r} has no {spec.name!r}{hint}")
             factory = getattr(factory, part)
         if isinstance(factory, nn.Module) and spec.args is None:
             return factory
         if isinstance(factory, nn.Module) or not callable(factory):
-            raise RequestError(f"{where} is a {type(factory).__name__} and builds no model")
+            raise RequestError(f"{where} builds no model: it is of type {type(factory).__name__}")
         try:
             model = factory(*(spec.args or ()), **spec.kwargs)
         except (Exception, SystemExit) as error:  # the factory is the user's and may raise anything
             raise RequestError(f"{where} failed: {reason(error, named=True)}") from error
     if not isinstance(model, nn.Module):
-        raise RequestError(f"{where} gives a {type(model).__name__}, not a torch.nn.Module")
+        raise RequestError(f"{where} gives no torch.nn.Module, but an object of type {type(model).__name__}")
     return model
 
 

@@ -115,10 +115,13 @@ def headline(source: Feed) -> tuple[Section, Section]:
                 copied = Series("rescaled copy", other, control=True, hue=1, width=1.5)  # can be seen on the other
                 curves = (Series("network", one, hue=5, width=5.0), copied)
                 drawn.append(Panel(f"{method.label}, {name}", "step", "training loss", curves, log_y=True))
-    scaled = ("network", "weights m", "units H", "H/m", "output moves by")
-    title = f"Trained for {STEPS} steps: largest relative gap between the losses of the two"
+    scaled = ("network", "weights m", "units H", "H/m", "outputs differ by")
+    title = f"Both trained for {STEPS} steps: largest relative gap between their losses"
     text = "The copy computes the same function with other weights: every hidden unit is rescaled by e^N(0, 1)."
-    tables = Table("Rescaled", scaled, tuple(facts)), Table(title, ("network", *(m.label for m in TWINS)), tuple(apart))
+    tables = (
+        Table("A network and a rescaled copy", scaled, tuple(facts)),
+        Table(title, ("network", *(m.label for m in TWINS)), tuple(apart)),
+    )
     return (
         Section("headline", "One network, written twice", "", (text,), (), tuple(drawn)),
         Section("twins", "The same in numbers", "", (), tables),

@@ -15,6 +15,7 @@ from gspace.lab.analyze import add_model, analyzed
 from gspace.lab.display import steps
 from gspace.lab.errors import RequestError
 from gspace.quantization import Mappings, awq, smoothquant
+from gspace.quantization.export import Exported
 
 FORMATS: dict[str, Callable[[nn.Module, Mappings], list[Any]]] = {
     "json": lambda model, found: [m.to_dict() for m in found],
@@ -52,9 +53,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     made = FORMATS[args.format](model, found)
     print(json.dumps(made, indent=1))
-    if len(made) < len(found):
+    if isinstance(made, Exported) and made.left_out:
         left = f"{len(found) - len(made)} of {len(found)} mappings are left out"
-        print(f"gspace: {left}: {args.format} has no form for them", file=sys.stderr)
+        reasons = (f"  {len(some)}: {why}" for why, some in made.left_out.items())
+        print(f"gspace: {left}, {args.format} has no form for them:", *reasons, sep="\n", file=sys.stderr)
     return 0
 
 

@@ -35,7 +35,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     told = "stop after this time, with a checkpoint; run again to continue"
     group.add_argument("--minutes", type=_positive, metavar="X", help=told)
     group.add_argument("--threads", type=_count, metavar="N", help="CPU threads (default: torch's own choice)")
-    group.add_argument("--stack", type=_count, default=16, help="most MLPs to train at once (default: 16)")
+    group.add_argument("--stack", metavar="N", type=_count, default=16, help="most MLPs to train at once (default: 16)")
     group = parser.add_argument_group("many runs (docs/sweeps.md)")
     group.add_argument("--slice", type=_slice, metavar="K/N", help="the K-th of N fixed shares, for N processes")
     told = "this process, or a Ray cluster (default: local)"

@@ -130,7 +130,7 @@ def check_name(what: str, name: Any, known: Collection[str]) -> str:
     """`name` if it is among `known`; else an error with the nearest of them."""
     if isinstance(name, str) and name in known:
         return name
-    near = difflib.get_close_matches(str(name), known, 1, 0.4)
+    near = difflib.get_close_matches(str(name), known, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
     raise RequestError(f"unknown {what} {name!r}: {hint}")
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import Optimizer
 
-from gspace.analysis import Analysis, Inputs, require_module
+from gspace.analysis import Analysis, Edges, Inputs, require_module
 from gspace.sharding import local, refuse_flat
 from gspace.sharding import require as require_all
 
@@ -29,6 +29,18 @@ def require_values(model: Any) -> None:
     for name, p in model.named_parameters():
         if p.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
+
+
+def require_one_device(edges: Sequence[Edges], model: nn.Module, owner: str) -> None:
+    """What is trained of these parameters lies on one device: a step adds up over all of them."""
+    parameters = dict(model.named_parameters())
+    found = {parameters[e.name].device: e.name for e in edges if parameters[e.name].requires_grad}
+    if len(found) > 1:
+        (a, one), (b, other) = list(found.items())[:2]
+        raise ValueError(
+            f"{owner} needs its weights on one device, and {one!r} is on {a}, {other!r} on {b}: "
+            "move them, or divide the model by FSDP2 (`fully_shard`)"
+        )
 
 
 def require_finite(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from gspace.optim.arguments import (
     given,
     guards,
     require_numbers,
+    require_one_device,
     require_one_of,
     warn_of_no_units,
     warn_of_thawed,
@@ -91,6 +92,7 @@ class GSpaceOptimizer(OfModel):
         self.adopt(chosen)
 
     def _choose(self, *, final: bool) -> Chosen:
+        require_one_device(choice.touching(self._view), self.model, type(self).__name__)
         if self.batch_norm == "exact":
             return exact.choose(self.model, self.analysis, self._parameters(), final=final)
         return choice.choose(self.model, self.analysis, self._wanted, self._parameters(), final=final)
@@ -147,7 +149,7 @@ class GSpaceOptimizer(OfModel):
         named: dict[str, Tensor] = dict(self.model.named_parameters())
         absorbed: dict[str, Tensor] = {}
         if self.batch_norm == "exact":
-            absorbed, _ = exact.absorbed_rows(self.analysis, {name: p.dim() for name, p in named.items()})
+            absorbed, _ = exact.absorbed_rows(self.analysis)
         return build(chosen, named, absorbed, self.param_groups, self.state)
 
     @property
@@ -337,11 +339,11 @@ class GSpaceOptimizer(OfModel):
         """What the optimizer does to path values (None: no gradient has come), in place, and to other parameters."""
         raise NotImplementedError
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> "Statistics":
         """The last step: quantiles of the path ratios, how many were clipped, path values and learning rates per unit.
 
         Computed when called; a step only keeps two unit vectors for it. Before the first step every ratio is 1.
-        `unused` are the units that stay outside of G-space, with the reason.
+        `unused` are the units that stay outside of G-space, with the reason. Printed, a tensor is its range.
         """
         built = self._look()
         ratio, raw = built.last
@@ -351,16 +353,31 @@ class GSpaceOptimizer(OfModel):
         value = (at.incoming * at.outgoing)[1:]
         here: dict[str, Any] = {"dtype": torch.float64, "device": value.device}
         rates = [torch.as_tensor(group["lr"], **here).reshape(()) for group in self.param_groups]
-        levels = torch.tensor([0.0, 0.05, 0.5, 0.95, 1.0], dtype=ratio.dtype, device=ratio.device)
-        quantiles = ratio[roots].quantile(levels).tolist() if len(roots) else []
-        return {
-            "ratio_quantiles": dict(zip(levels.tolist(), quantiles, strict=False)),
-            "clipped": int((ratio != raw)[roots].sum()),
-            "roots": len(roots),
-            "path_value": value,
-            "effective_lr": torch.stack(rates)[built.unit_group[built.plan.root][1:]] / value.double().square(),
-            "unused": self._unused or skeleton.unused or _left_out(self._view.H_paper - skeleton.H),
-        }
+        levels = (0.0, 0.05, 0.5, 0.95, 1.0)
+        quantiles = ratio[roots].quantile(ratio.new_tensor(levels)).tolist() if len(roots) else []
+        return Statistics(
+            ratio_quantiles=dict(zip(levels, quantiles, strict=False)),
+            clipped=int((ratio != raw)[roots].sum()),
+            roots=len(roots),
+            path_value=value,
+            effective_lr=torch.stack(rates)[built.unit_group[built.plan.root][1:]] / value.double().square(),
+            unused=self._unused or skeleton.unused or _left_out(self._view.H_paper - skeleton.H),
+        )
+
+
+class Statistics(dict[str, Any]):
+    """What `statistics` returns."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{key:<15}  {_brief(value) or 'none'}" for key, value in self.items())
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{len(value)} values" + (f", {value.min():.4g} to {value.max():.4g}" if len(value) else "")
+    if isinstance(value, dict):
+        return ", ".join(f"{key:g}: {number:.4g}" for key, number in value.items())
+    return "; ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _left_out(count: int) -> tuple[str, ...]:

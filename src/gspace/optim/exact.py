@@ -59,17 +59,19 @@ def view(analysis: Analysis) -> Analysis:
 
 
 @on_cpu
-def absorbed_rows(analysis: Analysis, dims: Mapping[str, int]) -> tuple[dict[str, Tensor], int]:
+def absorbed_rows(analysis: Analysis) -> tuple[dict[str, Tensor], int]:
     """Rows that a norm absorbs, `(group, out)` bool by parameter, and how many share their scale and are left out.
 
     A row has a sphere of its own if no other row has the same scale and no column reads it. Biases count for nothing.
+    They are told by their name: a gain looks the same, and must not stand still.
     """
     n, edges = 1 + analysis.H + analysis.H_absorbed, plain(analysis.edges, analysis.forms)
     written, read = torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.bool)
     for e in edges:
         read[e.tail.reshape(-1)] = True
-        if dims[e.name] > 1:
-            written += torch.bincount(e.head.reshape(-1), minlength=n)
+        rows = torch.bincount(e.head.reshape(-1), minlength=n)
+        if not ("bias" in e.name and e.tail.shape[1] == 1 and bool((rows[1:] <= 1).all())):
+            written += rows
     own = (written == 1) & ~read
     own[: 1 + analysis.H] = False
     masks = {e.name: own[e.head] for e in edges if bool(own[e.head].any())}
@@ -85,7 +87,7 @@ def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *
     dims = {name: p.dim() for name, p in model.named_parameters()}
     exact, trained = view(analysis), trained_names(model, parameters)
     edges, n = exact.transparent, exact.H_paper + 1
-    _, shared = absorbed_rows(analysis, dims)
+    _, shared = absorbed_rows(analysis)
     gains = {f"{name}.weight".lstrip(".") for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
     in_edge, in_index, parent = torch.full((n,), -1), torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.long)
     gauge, normed = torch.ones(n, dtype=torch.float64), torch.zeros(n, dtype=torch.bool)
@@ -158,7 +160,7 @@ def on_spheres(layer: Layer, b: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return b, g
     rows = _shaped(layer.absorbed, b)
     norm, t = _on_sphere(b)
-    slope = 0 if _is_bias(layer) else _projected(g * norm, t)
+    slope = 0 if _is_single(b) else _projected(g * norm, t)
     return torch.where(rows, 0, b), torch.where(rows, slope, g)
 
 
@@ -168,7 +170,7 @@ def changes(layer: Layer, b: Tensor, shown: Tensor) -> Tensor:
     if layer.absorbed is None:
         return change
     rows = _shaped(layer.absorbed, b)
-    if _is_bias(layer):
+    if _is_single(b):
         return torch.where(rows, 0, change)
     norm, t = _on_sphere(b)
     d = _projected(shown, t)
@@ -177,8 +179,9 @@ def changes(layer: Layer, b: Tensor, shown: Tensor) -> Tensor:
     return torch.where(rows, (d - t * (square / (1 + length))) / length * norm, change)
 
 
-def _is_bias(layer: Layer) -> bool:
-    return len(layer.entries) == 1
+def _is_single(b: Tensor) -> bool:
+    """Rows of one entry, such as biases: their spheres are points."""
+    return b.shape[2:].numel() == 1
 
 
 def _shaped(mask: Tensor, view: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd
 from gspace.analysis import Analysis, Inputs
 from gspace.optim import fast
 from gspace.optim.arguments import number
-from gspace.optim.base import GSpaceOptimizer
+from gspace.optim.base import GSpaceOptimizer, Statistics
 from gspace.optim.built import Built
 from gspace.optim.eager import Allocation, wide
 from gspace.optim.fast import Bound
@@ -122,14 +122,14 @@ class GSGD(GSpaceOptimizer):
             self._skips_told = skipped
         return super().state_dict()
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> Statistics:
         """What `InGSpace.statistics` has; also which `way` takes the steps, and how many a GPU has `skipped`.
 
         A step is skipped because a gradient is not finite.
         """
         way = self._way
         name = type(way).__name__ if isinstance(way, Bound) else way and f"torch's operations: {way}"
-        return {**super().statistics(), "way": name or "", "skipped": self._skipped()}
+        return Statistics(super().statistics(), way=name or "", skipped=self._skipped())
 
     def _skipped(self) -> int:
         return self._way.skipped() if isinstance(self._way, Bound) else 0

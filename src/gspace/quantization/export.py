@@ -1,20 +1,25 @@
 """Mappings as llm-compressor reads them, plain data: nothing of it is imported.
 
 Both modifiers divide the smooth layer's output and multiply `weight` of the balance layers along their inputs, one
-factor per channel. What they cannot express is left out: heads of values that several queries share, queries against
-keys, experts in one parameter, layers stored (in, out), channels that several layers write.
+factor per channel. What they cannot express is left out, and `left_out` of the result says why.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from gspace.analysis import unwrap
-from gspace.quantization.mapping import Mapping, Side
+from gspace.quantization.mapping import Mapping, Mappings, Side
 
 
-def awq(model: nn.Module, mappings: Iterable[Mapping]) -> list[dict[str, Any]]:
+class Exported(list[Any]):
+    """Entries of a quantizer's table. `left_out` are the mappings that it has no form for, by reason."""
+
+    left_out: dict[str, Mappings]
+
+
+def awq(model: nn.Module, mappings: Iterable[Mapping]) -> Exported:
     """Arguments of `AWQMapping`, one dict per mapping that AWQ can apply.
 
     >>> from gspace import mappings
@@ -22,48 +27,65 @@ def awq(model: nn.Module, mappings: Iterable[Mapping]) -> list[dict[str, Any]]:
     >>> awq(net, mappings(net))[0]
     {'smooth_layer': '0', 'balance_layers': ['1']}
     """
-    return [
-        {"smooth_layer": m.smooth_layer, "balance_layers": list(m.balance_layers)}
-        for m in mappings
-        if _fits(unwrap(model), m, fused=True)
-    ]
+    return _export(
+        lambda m: {"smooth_layer": m.smooth_layer, "balance_layers": list(m.balance_layers)},
+        mappings,
+        lambda m: _misfit(unwrap(model), m),
+    )
 
 
-def smoothquant(model: nn.Module, mappings: Iterable[Mapping]) -> list[list[Any]]:
+def smoothquant(model: nn.Module, mappings: Iterable[Mapping]) -> Exported:
     """Entries `[balance_layers, smooth_layer]` of `SmoothQuantModifier(mappings=…)`, for norms.
 
     Its statistic is the smooth layer's output, which is what the balance layers read only behind a norm.
 
-    >>> import gspace, torch
-    >>> net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3))
-    >>> smoothquant(net, gspace.mappings(net, torch.randn(2, 4)))
-    [[['1'], '0']]
+    >>> import gspace
+    >>> net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> table = smoothquant(net, gspace.mappings(net))
+    >>> table, list(table.left_out)
+    ([[['1'], '0']], ['no norm writes the channels'])
     """
-    return [
-        [list(m.balance_layers), m.smooth_layer]
-        for m in mappings
-        if m.kind == "norm" and _fits(unwrap(model), m, fused=False)
-    ]
+    return _export(
+        lambda m: [list(m.balance_layers), m.smooth_layer],
+        mappings,
+        lambda m: _misfit(unwrap(model), m) if m.kind == "norm" else "no norm writes the channels",
+    )
 
 
-def _fits(model: nn.Module, m: Mapping, fused: bool) -> bool:
-    modules = dict(model.named_modules())
-    if m.kind == "query-key" or len(m.writers) > 1 or not {m.smooth_layer, *m.balance_layers} <= modules.keys():
-        return False
-    linear = all(isinstance(modules[name], nn.Linear) for name in m.balance_layers)
+def _export(entry: Callable[[Mapping], Any], mappings: Iterable[Mapping], misfit: Callable[[Mapping], str]) -> Exported:
+    every = [(m, misfit(m)) for m in mappings]
+    made = Exported(entry(m) for m, why in every if not why)
+    reasons = dict.fromkeys(why for _, why in every if why)
+    made.left_out = {reason: Mappings(m for m, why in every if why == reason) for reason in reasons}
+    return made
+
+
+def _misfit(model: nn.Module, m: Mapping) -> str:
+    """Why no modifier can apply a mapping; nothing if one can."""
+    modules, sides = dict(model.named_modules()), (*m.sources, *m.sinks)
+    linear = all(isinstance(modules.get(name), nn.Linear) for name in m.balance_layers)
     read = all(_whole(s, 1, m.size) for s in m.sinks)
-    return linear and read and all(_written(model, s, m.size, fused) for s in m.sources)
+    written = all(_whole(s, 0, m.size) or _last(model, s, m.size) for s in m.sources)
+    reasons = {
+        "queries are scaled against keys": m.kind == "query-key",
+        "several layers write the channels": len(m.writers) > 1,
+        "a parameter is no module's weight": not {m.smooth_layer, *m.balance_layers} <= modules.keys(),
+        "a layer that reads the channels is no nn.Linear": not linear,
+        "a layer scales by a power of the factor": any(abs(s.exponent) != 1 for s in sides),
+        "several rows or columns share a channel": any(len(set(s.channels)) < len(s.channels) for s in sides),
+        "the channels are not the rows, or not the columns, of a whole layer": not (read and written),
+    }
+    return next((why for why, applies in reasons.items() if applies), "")
 
 
 def _whole(side: Side, dim: int, size: int) -> bool:
-    """All of the parameter, channel by channel, with the first power."""
+    """All of the parameter, channel by channel."""
     everything = all(s == slice(None) for s in side.slice)
-    return everything and side.dim == dim and abs(side.exponent) == 1 and side.channels == range(size)
+    return everything and side.dim == dim and side.channels == range(size)
 
 
-def _written(model: nn.Module, side: Side, size: int, fused: bool) -> bool:
-    if _whole(side, 0, size):
-        return True
+def _last(model: nn.Module, side: Side, size: int) -> bool:
+    """The last rows of a fused projection without a bias, channel by channel."""
     shape = model.get_parameter(side.parameter).shape
     last = (slice(shape[0] - size, shape[0]), *[slice(None)] * (len(shape) - 1))
-    return fused and len(shape) > 1 and side[1:4] == (0, last, 1) and side.channels == range(size)
+    return len(shape) > 1 and side[1:4] == (0, last, 1) and side.channels == range(size)
