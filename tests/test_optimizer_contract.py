@@ -21,7 +21,7 @@ from contract import (
     train,
     values,
 )
-from gspace.optim.plan import layers_of
+from gspace.optim.plan import Ends, layers_of
 from gspace.optim.step import scaled
 
 
@@ -125,7 +125,7 @@ def test_a_group_without_learning_rate_keeps_its_path_values(kind: Kind) -> None
         w = model.head.weight.detach().clone()
         w[layer.entries] = 0
         view = layer.edges.view(w)
-        return scaled(view, layer.ends(optimizer.incoming, optimizer.outgoing, view))
+        return scaled(view, Ends(layer.columns(optimizer.incoming, view), layer.rows(optimizer.outgoing, view)))
 
     before, weights = values_of_paths(), values(model)
     train(model, optimizer, batches(6, dtype=torch.float64))

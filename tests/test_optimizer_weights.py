@@ -20,6 +20,10 @@ LR, MOMENTUM = 0.05, 0.9
 FREE: dict[str, Any] = {"max_ratio": math.inf, "max_drift": math.inf}
 
 
+def ends(layer: plans.Layer, columns: Tensor, rows: Tensor, view: Tensor) -> plans.Ends:
+    return plans.Ends(layer.columns(columns, view), layer.rows(rows, view))
+
+
 def defined(model: nn.Module, chosen: Any, grads: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, Tensor]:
     """One step of SGD with momentum on path values, by the functions of `step.py` alone; `state` is momentum."""
     weights = values(model)
@@ -32,7 +36,7 @@ def defined(model: nn.Module, chosen: Any, grads: dict[str, Tensor], state: dict
     for layer, weight, grad, name in zip(plan.layers, w, g, named, strict=True):
         path_grad = torch.zeros_like(weight)
         view = layer.edges.view(weight)
-        layer.edges.view(path_grad).copy_(step.path_gradient(layer, view, grad, layer.ends(*at, view), "released"))
+        layer.edges.view(path_grad).copy_(step.path_gradient(layer, view, grad, ends(layer, *at, view), "released"))
         path_grad[layer.entries] = root_grad[layer.root]
         moves.append(path_grad + MOMENTUM * state[name] if name in state else path_grad)
     direction = torch.zeros_like(at[0])
@@ -44,8 +48,8 @@ def defined(model: nn.Module, chosen: Any, grads: dict[str, Tensor], state: dict
     for layer, weight, move in zip(plan.layers, w, moves, strict=True):
         entries = step.entries_after(layer, weight[layer.entries], every, ones)
         view, change = layer.edges.view(weight), -LR * layer.edges.view(move)
-        change = step.unscaled(change, layer.ends(*at, view))
-        view.copy_(step.weights_after(view, change, layer.ends(every, ones, view)))
+        change = step.unscaled(change, ends(layer, *at, view))
+        view.copy_(step.weights_after(view, change, ends(layer, every, ones, view)))
         weight[layer.entries] = entries
     for name in weights.keys() - set(named):
         weights[name] -= LR * (grads[name] + MOMENTUM * state[name] if name in state else grads[name])

@@ -307,7 +307,7 @@ class GSpaceOptimizer(OfModel):
         grads = bundle.joined([torch.zeros_like(wide(w)) if g is None else wide(g) for w, g in pairs])
         now = bundle.joined([wide(w) for w in weights])
         v, slope = bundle.joined(shown), bundle.joined(path_grads)
-        at, root_grad = eager.observed(bundle.plan, self.batch_norm, now, grads, built.dtype, slope)
+        at, root_grad = eager.observed(bundle.plan, self.batch_norm, now, grads, built.dtype)
         self._require_paths(at, weights)
         ends = eager.show(bundle.plan, self.batch_norm, at, root_grad, now, grads, v, slope)
         bundle.give(v, shown)

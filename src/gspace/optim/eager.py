@@ -97,21 +97,13 @@ def _one(layers: Sequence[Layer]) -> Layer:
 
 
 def observed(
-    plan: Plan,
-    rule: BatchNormRule,
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    dtype: torch.dtype,
-    room: Sequence[Tensor] | None = None,
+    plan: Plan, rule: BatchNormRule, weights: Sequence[Tensor], grads: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Coordinates, Tensor]:
-    """The coordinates of the weights of now, and ∂ℓ/∂v of the trained skeleton paths; none is trained in `exact.py`.
-
-    `room`, here and below, are tensors like the weights that may be written over.
-    """
+    """The coordinates of the weights of now, and ∂ℓ/∂v of the trained skeleton paths; none is trained in `exact.py`."""
     if rule == "exact":
         gauge = step.measure(plan, weights, dtype).incoming.abs()
         return Coordinates(gauge, gauge.reciprocal()), torch.zeros_like(gauge)
-    at, sums = step.observe(plan, weights, grads, dtype, rule, None if torch.compiler.is_compiling() else room)
+    at, sums = step.observe(plan, weights, grads, dtype, rule)
     return at, step.root_gradient(plan, sums, at)
 
 
@@ -149,7 +141,7 @@ def allocate(
 ) -> tuple[Tensor, Tensor]:
     """Gives what became of the path values to the weights, in place; returns R of the roots, bounded and not.
 
-    `shown` is written over.
+    `shown` is written over, and so is `room`, tensors like the weights.
     """
     ratio, raw = _ratios(plan, rules, at, shown)
     entries, every = plan.at_entries(weights), ratio[plan.root]
@@ -176,7 +168,7 @@ def _ratios(plan: Plan, rules: Rules, at: Coordinates, shown: Sequence[Tensor]) 
     if rules.batch_norm == "exact":
         return torch.ones_like(value), torch.ones_like(value)
     change = plan.at_units(plan.at_entries(shown).to(value.dtype))[: len(value)]
-    change = torch.where(plan.is_root, plan.reduce(torch.where(plan.is_root, change, 0)), 0)
+    change = torch.where(plan.is_root, plan.reduce(change), 0)
     return step.path_ratio(value, -change, 1.0, rules.max_ratio, rules.max_drift)
 
 

@@ -47,7 +47,6 @@ from gspace.optim.skeleton import (
 from gspace.optim.walks import best_places, connected, first_edges, flat_index, largest, nearer, rows_of, sizes_of
 from gspace.sharding import weights_of
 
-TINY = torch.finfo(torch.float32).tiny  # a row of zeros has no direction, and stays
 SHARED = "rows before a norm share their scale with other weights"
 
 
@@ -162,7 +161,7 @@ def to_spheres_(layers: Sequence[Layer], values: Sequence[Tensor], slopes: Seque
     if rows:
         b, g = [values[k] for k in rows], [slopes[k] for k in rows]
         absorbed, norm, dot = _masks(layers, rows), _cat(map(_norm, b)), _cat(map(_dot, g, b))
-        along = -dot * absorbed / norm.clamp(min=TINY)
+        along = -dot * absorbed / norm.clamp(min=torch.finfo(norm.dtype).tiny)
         pieces = zip(b, g, _cut(torch.where(absorbed, norm, 1), b), _cut(along, b), strict=True)
         for b_k, g_k, norm_k, along_k in pieces:
             g_k.mul_(norm_k).addcmul_(b_k, along_k)
@@ -188,7 +187,7 @@ def to_changes_(layers: Sequence[Layer], before: Sequence[Tensor], shown: Sequen
         return
     b, d = [before[k] for k in rows], [shown[k] for k in rows]
     absorbed, norm, dot = _masks(layers, rows), _cat(map(_norm, b)), _cat(map(_dot, d, b))
-    size = norm.clamp(min=TINY)
+    size = norm.clamp(min=torch.finfo(norm.dtype).tiny)
     for b_k, d_k, along in zip(b, d, _cut(torch.where(absorbed, dot / size / size, 1), b), strict=True):
         d_k.addcmul_(b_k, along, value=-1)
     shrink = torch.expm1(-0.5 * torch.log1p(_cat(map(_norm, d)).square())) * absorbed  # 1/‖t + d‖ − 1

@@ -80,10 +80,6 @@ class Layer:
         g, n = self.edges.tail.shape
         return vector[self.edges.tail].reshape(g, 1, n, *[1] * (like.dim() - 3)).to(like.dtype)
 
-    def ends(self, incoming: Tensor, outgoing: Tensor, like: Tensor) -> Ends:
-        """Both; what `Plan.ends` has for all layers."""
-        return Ends(self.columns(incoming, like), self.rows(outgoing, like))
-
 
 @dataclass(frozen=True, eq=False)
 class Plan:

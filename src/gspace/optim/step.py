@@ -56,19 +56,11 @@ def path_products(value: Tensor, jumps: Sequence[Tensor]) -> Tensor:
 
 
 def observe(
-    plan: Plan,
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    dtype: torch.dtype,
-    rule: BatchNormRule,
-    room: Sequence[Tensor | None] | None = None,
+    plan: Plan, weights: Sequence[Tensor], grads: Sequence[Tensor], dtype: torch.dtype, rule: BatchNormRule
 ) -> tuple[Coordinates, Flow]:
-    """The coordinates of the weights of now, and the sums of w·g: all that a step has to know of the whole network.
-
-    `room` are tensors like the weights, to be written over; without them, new ones are made.
-    """
+    """The coordinates of the weights of now, and the sums of w·g: all that a step has to know of the whole network."""
     n = len(plan.root)
-    values, sums = _flow(plan, weights, grads, dtype, rule, room or [None] * len(weights))
+    values, sums = _flow(plan, weights, grads, dtype, rule)
     everything = plan.reduce(torch.cat([plan.at_units(values.to(plan.reference)), *sums]))
     out, free, root, norm = everything[2 * n :].to(dtype).chunk(4)
     return _products(plan, everything[: 2 * n], dtype), Flow(out, free, root, torch.where(norm > 0, norm, 1))
@@ -93,12 +85,7 @@ def row_norms(view: Tensor, rule: BatchNormRule) -> Tensor:
 
 
 def _flow(
-    plan: Plan,
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    dtype: torch.dtype,
-    rule: BatchNormRule,
-    room: Sequence[Tensor | None],
+    plan: Plan, weights: Sequence[Tensor], grads: Sequence[Tensor], dtype: torch.dtype, rule: BatchNormRule
 ) -> tuple[Tensor, Flow]:
     """Values at the skeleton entries, and s = w·g reduced to unit vectors; `norm` is 0 where there is none.
 
@@ -108,16 +95,15 @@ def _flow(
     values = plan.at_entries(weights)
     at_entries, norms = (values * plan.at_entries(grads)).to(dtype), torch.zeros_like(values, dtype=dtype)
     columns, parts = [at_entries[:0]], norms.split([x.root.numel() for x in plan.layers])
-    for layer, weight, grad, unused, norm in zip(plan.layers, weights, grads, room, parts, strict=True):
+    for layer, weight, grad, norm in zip(plan.layers, weights, grads, parts, strict=True):
         w, n = layer.view(weight), None
         if layer.edges.normalized:
             n = row_norms(w, rule)
             norm.copy_(_at(layer, n, weight))
         if layer.reads:
-            out = None if unused is None else layer.view(unused)
-            s = torch.mul(w, layer.view(grad), out=out)
+            s = w * layer.view(grad)
             if n is not None and rule == "paper":
-                s = torch.mul(s, n, out=out)
+                s *= n
             columns.append(s.sum(1).reshape(-1) * layer.counts)
     if rule == "paper":
         at_entries, norms = at_entries * torch.where(norms > 0, norms, 1), torch.zeros_like(norms)
