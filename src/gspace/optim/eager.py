@@ -6,6 +6,7 @@ finds nothing to decay there. At free entries it sees 0 and no gradient. So the 
 state of the parameter, entry by entry.
 """
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -74,25 +75,25 @@ def _one(layers: Sequence[Layer]) -> Layer:
     first = layers[0]
     if len(layers) == 1:
         return first
-    start, entries = 0, []
-    for layer in layers:
-        entries.append(layer.entries[0] + start)
-        start += layer.edges.head.numel()
-    head = torch.cat([x.edges.head.reshape(-1, 1) for x in layers])
-    tail = torch.cat([x.edges.tail.expand_as(x.edges.head).reshape(-1, 1) for x in layers])
-    absorbed = [torch.zeros_like(x.edges.head) > 0 if x.absorbed is None else x.absorbed for x in layers]
+    heads = [x.edges.head for x in layers]
+    starts = [0, *itertools.accumulate(head.numel() for head in heads)]
+    absorbed = [head < 0 if x.absorbed is None else x.absorbed for x, head in zip(layers, heads, strict=True)]
+    head, tail, mask = (
+        torch.cat([x.reshape(-1, 1) for x in every])
+        for every in (heads, [x.edges.tail.expand_as(x.edges.head) for x in layers], absorbed)
+    )
     return replace(
         first,
         edges=replace(first.edges, head=head, tail=tail),
-        entries=(torch.cat(entries),),
+        entries=(torch.cat([x.entries[0] + start for x, start in zip(layers, starts, strict=False)]),),
         root=torch.cat([x.root for x in layers]),
         free=torch.cat([x.free for x in layers]),
         entry_tail=torch.cat([x.entry_tail for x in layers]),
         entry_head=torch.cat([x.entry_head for x in layers]),
-        shape=torch.Size((start, 1, 1)),
+        shape=torch.Size((starts[-1], 1, 1)),
         reads=any(x.reads for x in layers),
         writes=any(x.writes for x in layers),
-        absorbed=None if all(x.absorbed is None for x in layers) else torch.cat([x.reshape(-1, 1) for x in absorbed]),
+        absorbed=mask if any(x.absorbed is not None for x in layers) else None,
     )
 
 

@@ -4,7 +4,7 @@ Shapes: as in `step.py`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -114,9 +114,8 @@ class Plan:
 
     def ends(self, incoming: Tensor, outgoing: Tensor | None) -> list[Ends]:
         """Unit vectors at the ends of all layers; None is 1 everywhere."""
-        columns = _pieces(
-            incoming[self.tails], [(x.shape[0], 1, *x.shape[2:]) if x.reads else None for x in self.layers]
-        )
+        shapes = [(x.shape[0], 1, *x.shape[2:]) if x.reads else None for x in self.layers]
+        columns = _pieces(incoming[self.tails], shapes)
         if outgoing is None:
             return [Ends(c, None) for c in columns]
         shapes = [(*x.shape[:2], *[1] * (len(x.shape) - 2)) if x.writes else None for x in self.layers]
@@ -124,7 +123,8 @@ class Plan:
 
     def at_entries(self, tensors: Sequence[Tensor]) -> Tensor:
         """Their values at the skeleton entries of the layers, `(entries,)`."""
-        parts = [t[x.entries] for x, t in zip(self.layers, tensors, strict=True) if x.root.numel()]
+        here, pairs = self.root.device, zip(self.layers, tensors, strict=True)
+        parts = [t[x.entries].to(here) for x, t in pairs if x.root.numel()]
         return torch.cat(parts) if parts else self.reference[:0]
 
     def put(self, tensors: Sequence[Tensor], values: Tensor) -> None:
@@ -161,18 +161,16 @@ def plan(skeleton: Skeleton, layers: Sequence[Layer], references: Tensor, reduce
     following = torch.cat([parent, skeleton.child.to(device) + n])
     present = torch.cat([skeleton.in_edge, skeleton.out_edge]).to(device) >= 0
     reference = references.to(device).reshape(-1)
-    empty = none[:0]
-    entries = Entries(*(torch.cat([empty, *(getattr(x, of) for x in layers)]) for of in Entries._fields))
-    tails = torch.cat([empty, *(_by_tap(x) for x in layers if x.reads)])
-    heads = torch.cat([empty, *(x.edges.head.reshape(-1) for x in layers if x.writes)])
+
+    def every(parts: Iterable[Tensor]) -> Tensor:
+        return torch.cat([none[:0], *(part.reshape(-1).to(device) for part in parts)])
+
+    entries = Entries(*(every(getattr(x, of) for x in layers) for of in Entries._fields))
+    taps = (x.edges.tail[:, :, None].expand(-1, -1, math.prod(x.shape[3:])) for x in layers if x.reads)
+    tails, heads = every(taps), every(x.edges.head for x in layers if x.writes)
     is_root = (root == units) & (units > 0)
     of_units = root, is_root, place, present, reference, following, jumps_of(following)
     return Plan(tuple(layers), entries, tails, heads, *of_units, reduce)
-
-
-def _by_tap(layer: Layer) -> Tensor:
-    taps = math.prod(layer.shape[3:])
-    return layer.edges.tail.reshape(-1, 1).expand(-1, taps).reshape(-1)
 
 
 def jumps_of(following: Tensor) -> tuple[Tensor, ...]:
