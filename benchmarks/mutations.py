@@ -17,26 +17,30 @@ TESTS = ("step", "shown", "shards", "invariance", "kernels")  # quick ones first
 
 # name: file, right, wrong
 MUTATIONS: dict[str, tuple[str, str, str]] = {
-    "sign of the path gradient": ("optim/step.py", "moved = view + change", "moved = view - change"),
+    "sign of the path gradient": (
+        "optim/step.py",
+        "torch.add(view, change, out=out)",
+        "torch.sub(view, change, out=out)",
+    ),
     "missing T": ("optim/step.py", "sums.root - behind, 0)", "sums.root, 0)"),
     "T with the free edge": ("optim/step.py", "sums.out - sums.free", "sums.out"),
     "ratio at the head instead of the tail": (
-        "optim/step.py",
-        "layer.columns((ratio * spread).reciprocal(), view) * layer.rows(spread, view)",
-        "layer.rows((ratio * spread).reciprocal(), view) * layer.columns(spread, view)",
+        "optim/eager.py",
+        "ratios = plan.ends(every * c, None if spread is None else c.reciprocal())",
+        "ratios = plan.ends(c, every * c)",
     ),
     "Ĩ·Õ divided out once instead of twice": (
-        "optim/step.py",
-        "change * layer.columns(incoming.reciprocal(), view) * layer.rows(outgoing.reciprocal(), view)",
-        "change",
+        "optim/eager.py",
+        "_write(change, step.unscaled, change, of)",
+        "pass",
     ),
     "Ĩ and Õ do not follow the weights": ("optim/step.py", "value = value * value[at]", "pass"),
     "momentum of a skeleton path at another entry": (
         "optim/eager.py",
-        "path_grad[layer.entries] = root_grad[layer.root]",
-        "path_grad[layer.entries] = root_grad[layer.root].flip(0)",
+        "plan.put(path_grads, at_entries)",
+        "plan.put(path_grads, at_entries.flip(0))",
     ),
-    "decay of trained skeleton paths": ("optim/eager.py", "v[layer.entries] = 0", "pass"),
+    "decay of trained skeleton paths": ("optim/eager.py", "plan.put(shown, torch.zeros_like(at_entries))", "pass"),
     "free weight moved": ("optim/step.py", "change = ratio[layer.root] / ", "change = 0.999 * ratio[layer.root] / "),
     "trained skeleton weight forgets R(tail)": (
         "optim/step.py",

@@ -21,7 +21,8 @@ from contract import (
     train,
     values,
 )
-from gspace.optim.step import layers_of, scaled
+from gspace.optim.plan import Ends, layers_of
+from gspace.optim.step import scaled
 
 
 @kinds
@@ -123,7 +124,8 @@ def test_a_group_without_learning_rate_keeps_its_path_values(kind: Kind) -> None
     def values_of_paths() -> Tensor:
         w = model.head.weight.detach().clone()
         w[layer.entries] = 0
-        return scaled(layer, layer.edges.view(w), optimizer.incoming, optimizer.outgoing)
+        view = layer.edges.view(w)
+        return scaled(view, Ends(layer.columns(optimizer.incoming, view), layer.rows(optimizer.outgoing, view)))
 
     before, weights = values_of_paths(), values(model)
     train(model, optimizer, batches(6, dtype=torch.float64))

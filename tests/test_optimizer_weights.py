@@ -13,16 +13,21 @@ from torch import Tensor, nn
 import gspace
 import zoo
 from contract import Batches, Kind, Net, assert_same, backward, batches, chain, gspace_kinds, kinds, train, values
+from gspace.optim import plan as plans
 from gspace.optim import step
 
 LR, MOMENTUM = 0.05, 0.9
 FREE: dict[str, Any] = {"max_ratio": math.inf, "max_drift": math.inf}
 
 
+def ends(layer: plans.Layer, columns: Tensor, rows: Tensor, view: Tensor) -> plans.Ends:
+    return plans.Ends(layer.columns(columns, view), layer.rows(rows, view))
+
+
 def defined(model: nn.Module, chosen: Any, grads: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, Tensor]:
     """One step of SGD with momentum on path values, by the functions of `step.py` alone; `state` is momentum."""
     weights = values(model)
-    plan = step.plan(chosen.skeleton, step.layers_of(chosen.skeleton, weights), chosen.references)
+    plan = plans.plan(chosen.skeleton, plans.layers_of(chosen.skeleton, weights), chosen.references)
     named = [layer.edges.name for layer in plan.layers]
     w, g = [weights[name] for name in named], [grads[name] for name in named]
     at, sums = step.observe(plan, w, g, torch.float64, "released")
@@ -31,7 +36,7 @@ def defined(model: nn.Module, chosen: Any, grads: dict[str, Tensor], state: dict
     for layer, weight, grad, name in zip(plan.layers, w, g, named, strict=True):
         path_grad = torch.zeros_like(weight)
         view = layer.edges.view(weight)
-        layer.edges.view(path_grad).copy_(step.path_gradient(layer, view, grad, *at, "released"))
+        layer.edges.view(path_grad).copy_(step.path_gradient(layer, view, grad, ends(layer, *at, view), "released"))
         path_grad[layer.entries] = root_grad[layer.root]
         moves.append(path_grad + MOMENTUM * state[name] if name in state else path_grad)
     direction = torch.zeros_like(at[0])
@@ -43,7 +48,8 @@ def defined(model: nn.Module, chosen: Any, grads: dict[str, Tensor], state: dict
     for layer, weight, move in zip(plan.layers, w, moves, strict=True):
         entries = step.entries_after(layer, weight[layer.entries], every, ones)
         view, change = layer.edges.view(weight), -LR * layer.edges.view(move)
-        view.copy_(step.weights_after(layer, view, change, *at, every, ones))
+        change = step.unscaled(change, ends(layer, *at, view))
+        view.copy_(step.weights_after(view, change, ends(layer, every, ones, view)))
         weight[layer.entries] = entries
     for name in weights.keys() - set(named):
         weights[name] -= LR * (grads[name] + MOMENTUM * state[name] if name in state else grads[name])

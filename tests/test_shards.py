@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import gspace
 import zoo
 from gspace.optim import choice, eager, exact, step
+from gspace.optim import plan as plans
 from gspace.optim.eager import Rules
-from gspace.optim.step import Plan
+from gspace.optim.plan import Plan
 
 RANKS, LR = 3, 0.05
 
@@ -58,10 +59,10 @@ def take(plan: Plan, rule: step.BatchNormRule, weights: list[Tensor], grads: lis
     shown, path_grads = ([torch.empty_like(w) for w in weights] for _ in range(2))
     rules = Rules(rule, "fixed", 1.5, 1.1)
     at, root_grad = eager.observed(plan, rule, weights, grads, torch.float64)
-    eager.show(plan, rule, at, root_grad, weights, grads, shown, path_grads)
+    ends = eager.show(plan, rule, at, root_grad, weights, grads, shown, path_grads)
     for v, g in zip(shown, path_grads, strict=True):
         v -= LR * g
-    eager.allocate(plan, rules, at, weights, shown)
+    eager.allocate(plan, rules, at, ends, weights, shown)
 
 
 @pytest.mark.parametrize("rule", ["released", "paper", "exact"])
@@ -77,10 +78,10 @@ def test_parts_take_the_step_of_the_whole(name: str, rule: step.BatchNormRule) -
         masks, _ = exact.absorbed_rows(found)
     else:
         chosen = choice.choose(model, found, "balanced", model.parameters())
-    layers = step.layers_of(chosen.skeleton, {k: p.detach() for k, p in named.items()}, masks)
+    layers = plans.layers_of(chosen.skeleton, {k: p.detach() for k, p in named.items()}, masks)
     parameters = [named[layer.edges.name] for layer in layers]
     whole = [p.detach().clone() for p in parameters]
-    take(step.plan(chosen.skeleton, layers, chosen.references), rule, whole, [p.grad for p in parameters])
+    take(plans.plan(chosen.skeleton, layers, chosen.references), rule, whole, [p.grad for p in parameters])
     assert any(not torch.equal(w, p) for w, p in zip(whole, parameters, strict=True))
     cuts = [min(wanted, p.dim() - 1) for p in parameters]
     after = [[torch.empty(0)] * RANKS for _ in parameters]
@@ -88,8 +89,8 @@ def test_parts_take_the_step_of_the_whole(name: str, rule: step.BatchNormRule) -
 
     def rank(r: int) -> None:
         places = [(d, *(p.shape[d] * i // RANKS for i in (r, r + 1))) for d, p in zip(cuts, parameters, strict=True)]
-        mine = [step.part(x, p.shape, *at) for x, p, at in zip(layers, parameters, places, strict=True)]
-        plan = step.plan(chosen.skeleton, mine, chosen.references, meeting.reduce(r))
+        mine = [plans.part(x, p.shape, *at) for x, p, at in zip(layers, parameters, places, strict=True)]
+        plan = plans.plan(chosen.skeleton, mine, chosen.references, meeting.reduce(r))
         narrow = [(d, a, b - a) for d, a, b in places]
         weights = [p.detach().narrow(*at).clone() for p, at in zip(parameters, narrow, strict=True)]
         take(plan, rule, weights, [p.grad.narrow(*at).clone() for p, at in zip(parameters, narrow, strict=True)])
@@ -107,13 +108,13 @@ def test_a_layer_that_all_hold_is_counted_once() -> None:
     model = zoo.mlp(5, 8, 3).double()
     chosen = choice.choose(model, gspace.analyze(model), "balanced", model.parameters())
     named = {name: p.detach() for name, p in model.named_parameters()}
-    layers = step.layers_of(chosen.skeleton, named)
+    layers = plans.layers_of(chosen.skeleton, named)
     weights = [named[layer.edges.name] for layer in layers]
 
     def observed(counts: bool) -> tuple[step.Coordinates, step.Flow]:
         mine = [replace(layer, counts=counts) for layer in layers]
         return step.observe(
-            step.plan(chosen.skeleton, mine, chosen.references), weights, weights, torch.float64, "released"
+            plans.plan(chosen.skeleton, mine, chosen.references), weights, weights, torch.float64, "released"
         )
 
     at, sums = observed(True)
@@ -127,6 +128,6 @@ def test_a_layer_that_all_hold_is_counted_once() -> None:
 def test_rows_before_a_norm_cannot_be_divided() -> None:
     model = zoo.mlp(5, 8, 3, norm=True)
     chosen = choice.choose(model, gspace.analyze(model), "balanced", model.parameters())
-    layer = step.layers_of(chosen.skeleton, dict(model.named_parameters()))[0]
+    layer = plans.layers_of(chosen.skeleton, dict(model.named_parameters()))[0]
     with pytest.raises(ValueError, match="rows before a norm"):
-        step.part(layer, (8, 5), 1, 0, 2)
+        plans.part(layer, (8, 5), 1, 0, 2)

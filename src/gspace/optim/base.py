@@ -210,7 +210,7 @@ class GSpaceOptimizer(OfModel):
             self._unused = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return portable(self, "_built", "_steady", "_way", "_wayfor", "_inner")
+        return portable(self, "_built", "_steady", "_way", "_wayfor", "_inner", "_kept")
 
     # One step ---------------------------------------------------------------------------------------------------------
 
@@ -304,18 +304,20 @@ class GSpaceOptimizer(OfModel):
         if self._sharded:  # the optimizer sees what is sharded, this step what is here
             weights, slopes = [local(w) for w in weights], [local_gradient(w) for w in weights]
             shown, path_grads = [local(v) for v in shown], [local(g) for g in path_grads]
-        now = [wide(w) for w in weights]
-        grads = [torch.zeros_like(w) if g is None else wide(g) for w, g in zip(now, slopes, strict=True)]
-        plan, rules = built.plan, self._rules()
-        at, root_grad = eager.observed(plan, self.batch_norm, now, grads, built.dtype)
+        bundle, rules = built.bundle, self._rules()
+        pairs = zip(weights, slopes, strict=True)
+        grads = bundle.joined([torch.zeros_like(wide(w)) if g is None else wide(g) for w, g in pairs])
+        now = bundle.joined([wide(w) for w in weights])
+        v, slope = bundle.joined(shown), bundle.joined(path_grads)
+        at, root_grad = eager.observed(bundle.plan, self.batch_norm, now, grads, built.dtype)
         self._require_paths(at, weights)
-        eager.show(plan, self.batch_norm, at, root_grad, now, grads, shown, path_grads)
+        ends = eager.show(bundle.plan, self.batch_norm, at, root_grad, now, grads, v, slope)
+        bundle.give(v, shown)
+        bundle.give(slope, path_grads)
         self._move(built, *canvas)
-        for kept, new in zip(built.last, eager.allocate(plan, rules, at, now, shown), strict=True):
-            kept.copy_(new)
-        for w, new in zip(weights, now, strict=True):
-            if new is not w:
-                w.copy_(new)
+        last = eager.allocate(bundle.plan, rules, at, ends, now, bundle.joined(shown), slope)
+        torch._foreach_copy_(built.last, last)
+        bundle.give(now, weights)
 
     def _rules(self) -> Rules:
         return Rules(self.batch_norm, self.allocation, self.max_ratio, self.max_drift)
@@ -324,8 +326,9 @@ class GSpaceOptimizer(OfModel):
         """On a CPU; a network that has diverged is left to itself, as it may be one of several side by side."""
         if at.incoming.device.type != "cpu" or torch.compiler.is_compiling():
             return
-        sound = self._sharded or all(bool(w.isfinite().all()) for w in weights)  # what one rank says, all must
-        if sound and bool(((at.incoming == 0) | (at.incoming * at.outgoing == 0)).any()):
+        if not bool(((at.incoming == 0) | (at.incoming * at.outgoing == 0)).any()):
+            return
+        if self._sharded or all(bool(w.isfinite().all()) for w in weights):  # what one rank says, all must
             raise RuntimeError(
                 f"weights were changed so that a path value of {type(self).__name__} is 0: "
                 "rechoose() takes other skeleton weights"

@@ -21,9 +21,10 @@ from gspace.optim.built import Seen, seen
 from gspace.optim.gsgd import alike, plain_sgd
 from gspace.optim.held import OfModel, State, load_whole, portable
 from gspace.optim.hooks import loss_of
+from gspace.optim.plan import layers_of
 from gspace.optim.shards import divided, require_alike, require_gradients
 from gspace.optim.skeleton import Skeleton
-from gspace.optim.step import Number, layers_of
+from gspace.optim.step import Number
 from gspace.paths.pathsum import PathKappa, as_input_of, path_graph, path_kappa
 from gspace.sharding import cut, like, local, local_gradient, reshard
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from gspace.optim import shards
 from gspace.optim.choice import KEY, Chosen
-from gspace.optim.step import Plan, layers_of, plan
+from gspace.optim.eager import Bundle, bundle
+from gspace.optim.plan import Plan, layers_of, plan
+from gspace.sharding import local
 
 Groups = Sequence[dict[str, Any]]
 _TRAINED, _DEVICE, _DTYPE = map(attrgetter, ("requires_grad", "device", "dtype"))
@@ -24,6 +26,7 @@ class Built:
     Attributes:
         chosen: The skeleton and its references.
         plan: The same for a step.
+        bundle: The same for a step in torch's operations.
         weights, groups: The parameters of the plan's layers, and the number of their group.
         outside: The other parameters of each group.
         unit_group: Group of in(r) of each root r, `(H + 1,)`.
@@ -34,6 +37,7 @@ class Built:
 
     chosen: Chosen
     plan: Plan
+    bundle: Bundle
     weights: list[Tensor]
     groups: list[int]
     outside: list[list[Tensor]]
@@ -85,4 +89,6 @@ def build(
     inside = {id(w) for w in weights}
     outside = [[p for p in group["params"] if id(p) not in inside] for group in groups]
     ratio, raw = torch.ones(2, chosen.skeleton.H + 1, dtype=dtype, device=planned.root.device).unbind()
-    return Built(chosen, planned, weights, of_weights, outside, unit_group, (ratio, raw), dtype, seen(groups, state))
+    together = bundle(chosen.skeleton, planned, list(map(local, weights)))
+    of_step = planned, together, weights, of_weights, outside, unit_group, (ratio, raw), dtype
+    return Built(chosen, *of_step, seen(groups, state))

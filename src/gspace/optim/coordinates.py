@@ -22,9 +22,10 @@ from gspace.analysis import Analysis, Edges, analyzed, require_module
 from gspace.analysis.result import plain
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_one_of
+from gspace.optim.plan import Ends, Layer, Plan, layers_of, plan
 from gspace.optim.reference import CHOICE, Reference, entry_references, reference_of
 from gspace.optim.skeleton import Skeleton, build_skeleton
-from gspace.optim.step import Layer, Plan, entries_after, layers_of, measure, plan, weights_after
+from gspace.optim.step import entries_after, measure, weights_after
 from gspace.optim.walks import connected
 from gspace.sharding import refuse_sharded
 
@@ -182,7 +183,7 @@ def displaced(at: Coordinates, weights: Mapping[str, Tensor], change: PathValues
         here, ones = every.to(weight.device), spread.to(weight.device)
         change_w = change.edges[layer.edges.name] / _factor(layer, view, into, out)
         full = torch.zeros_like(weight)
-        layer.edges.view(full).copy_(weights_after(layer, view, change_w, ones, ones, here, ones))
+        layer.edges.view(full).copy_(weights_after(view, change_w, Ends(layer.columns(here, view), None)))
         entries = entries_after(layer, weight[layer.entries], here, ones)
         result[layer.edges.name] = full.index_put(layer.entries, entries)
     return result

@@ -34,6 +34,7 @@ from gspace.analysis.result import plain
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_finite
 from gspace.optim.choice import Chosen
+from gspace.optim.plan import Layer
 from gspace.optim.skeleton import (
     NOT_TRAINED,
     Picked,
@@ -43,7 +44,6 @@ from gspace.optim.skeleton import (
     trained_names,
     trained_units,
 )
-from gspace.optim.step import Layer
 from gspace.optim.walks import best_places, connected, first_edges, flat_index, largest, nearer, rows_of, sizes_of
 from gspace.sharding import weights_of
 
@@ -154,29 +154,48 @@ def largest_writers(
 # One step -------------------------------------------------------------------------------------------------------------
 
 
-def on_spheres(layer: Layer, b: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """b and ∂ℓ/∂b with 0 and ∂ℓ/∂t in place of absorbed rows."""
-    if layer.absorbed is None:
-        return b, g
-    rows = _shaped(layer.absorbed, b)
-    norm, t = _on_sphere(b)
-    slope = 0 if _is_single(b) else _projected(g * norm, t)
-    return torch.where(rows, 0, b), torch.where(rows, slope, g)
+def to_spheres_(layers: Sequence[Layer], values: Sequence[Tensor], slopes: Sequence[Tensor]) -> None:
+    """b and ∂ℓ/∂b become 0 and ∂ℓ/∂t = (g − ⟨g, b⟩b/n²)·n in absorbed rows. Both are views, written in place."""
+    mine = [k for k, layer in enumerate(layers) if layer.absorbed is not None]
+    if not mine:
+        return
+    rows = [k for k in mine if not _is_single(values[k])]
+    if rows:
+        b, g = [values[k] for k in rows], [slopes[k] for k in rows]
+        absorbed, norm, dot = _masks(layers, rows), _cat(map(_norm, b)), _cat(map(_dot, g, b))
+        along = -dot * absorbed / norm.clamp(min=torch.finfo(norm.dtype).tiny)
+        pieces = zip(b, g, _cut(torch.where(absorbed, norm, 1), b), _cut(along, b), strict=True)
+        for b_k, g_k, norm_k, along_k in pieces:
+            g_k.mul_(norm_k).addcmul_(b_k, along_k)
+    for k, other in zip(mine, _cut(~_masks(layers, mine), [values[k] for k in mine]), strict=True):
+        values[k].mul_(other)
+        if k not in rows:
+            slopes[k].mul_(other)
 
 
-def changes(layer: Layer, b: Tensor, shown: Tensor) -> Tensor:
-    """The changes of b that an optimizer has asked for; absorbed rows stay on their spheres."""
-    change = shown - b
-    if layer.absorbed is None:
-        return change
-    rows = _shaped(layer.absorbed, b)
-    if _is_single(b):
-        return torch.where(rows, 0, change)
-    norm, t = _on_sphere(b)
-    d = _projected(shown, t)
-    square = _dot(d, d)
-    length = (1 + square).sqrt()  # ‖t + d‖; without a change of t, nothing changes by a bit
-    return torch.where(rows, (d - t * (square / (1 + length))) / length * norm, change)
+def to_changes_(layers: Sequence[Layer], before: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
+    """What an optimizer has made of b becomes the change of b, in place; absorbed rows stay on their spheres.
+
+    There d = shown − ⟨shown, t⟩t and t′ − t = d/‖t + d‖ − t·(1 − 1/‖t + d‖), where ‖t + d‖² = 1 + ‖d‖². Without a
+    change of t nothing changes by a bit.
+    """
+    rows = [k for k, layer in enumerate(layers) if layer.absorbed is not None and not _is_single(before[k])]
+    for k, layer in enumerate(layers):
+        if k not in rows:
+            shown[k].sub_(before[k])
+            if layer.absorbed is not None:
+                shown[k].mul_(_shaped(~layer.absorbed, shown[k]))
+    if not rows:
+        return
+    b, d = [before[k] for k in rows], [shown[k] for k in rows]
+    absorbed, norm, dot = _masks(layers, rows), _cat(map(_norm, b)), _cat(map(_dot, d, b))
+    size = norm.clamp(min=torch.finfo(norm.dtype).tiny)
+    for b_k, d_k, along in zip(b, d, _cut(torch.where(absorbed, dot / size / size, 1), b), strict=True):
+        d_k.addcmul_(b_k, along, value=-1)
+    shrink = torch.expm1(-0.5 * torch.log1p(_cat(map(_norm, d)).square())) * absorbed  # 1/‖t + d‖ − 1
+    grow = torch.where(absorbed, torch.addcmul(norm, norm, shrink), 1)
+    for b_k, d_k, grow_k, shrink_k in zip(b, d, _cut(grow, b), _cut(shrink, b), strict=True):
+        d_k.mul_(grow_k).addcmul_(b_k, shrink_k)
 
 
 def _is_single(b: Tensor) -> bool:
@@ -184,19 +203,28 @@ def _is_single(b: Tensor) -> bool:
     return b.shape[2:].numel() == 1
 
 
-def _shaped(mask: Tensor, view: Tensor) -> Tensor:
-    return mask.reshape(*mask.shape, *[1] * (view.dim() - 2))
+def _shaped(rows: Tensor, view: Tensor) -> Tensor:
+    return rows.reshape(*view.shape[:2], *[1] * (view.dim() - 2))
+
+
+def _masks(layers: Sequence[Layer], rows: Sequence[int]) -> Tensor:
+    return _cat(mask for k in rows if (mask := layers[k].absorbed) is not None)
+
+
+def _cat(rows: Iterable[Tensor]) -> Tensor:
+    """What layers have for each row, `(group, out)`, of all layers: the same few operations for one and for many."""
+    return torch.cat([x.reshape(-1) for x in rows])
+
+
+def _cut(every: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse, to broadcast against the views."""
+    parts = every.split([v.shape[0] * v.shape[1] for v in views])
+    return [_shaped(part, v) for part, v in zip(parts, views, strict=True)]
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(list(range(2, a.dim())), keepdim=True)
+    return (a * b).sum(list(range(2, a.dim())))
 
 
-def _on_sphere(b: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm of each row and its direction; a row of zeros has none and stays."""
-    norm = _dot(b, b).sqrt()
-    return norm, b / torch.where(norm > 0, norm, 1)
-
-
-def _projected(d: Tensor, t: Tensor) -> Tensor:
-    return d - _dot(d, t) * t
+def _norm(b: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(b, dim=list(range(2, b.dim())))

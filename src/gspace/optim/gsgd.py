@@ -64,6 +64,8 @@ class GSGD(GSpaceOptimizer):
     >>> optimizer.step()
     """
 
+    _kept: tuple[Built, list[Tensor], list[Tensor]] | None = None  # for the next step
+
     def __init__(
         self,
         model: nn.Module,
@@ -168,8 +170,11 @@ class GSGD(GSpaceOptimizer):
         return super()._by_kernels(built, way)
 
     def _canvas(self, built: Built) -> tuple[list[Tensor], list[Tensor]]:
-        first, second = ([torch.empty_like(wide(w)) for w in built.weights] for _ in range(2))
-        return first, second
+        if torch.compiler.is_compiling() or built.plan.root.device.type != "cpu":
+            return _like(built.weights), _like(built.weights)
+        if self._kept is None or self._kept[0] is not built:  # new memory costs a CPU more than a step
+            self._kept = built, _like(built.weights), _like(built.weights)
+        return self._kept[1:]
 
     def _move(self, built: Built, shown: Sequence[Tensor] | None, path_grads: Sequence[Tensor] | None) -> None:
         for group, some in zip(self.param_groups, built.outside, strict=True):
@@ -197,6 +202,10 @@ class GSGD(GSpaceOptimizer):
         active = [p for p in parameters if p.grad is not None]
         for some in alike(active, self._sharded):
             plain_sgd(group, self.state, some, [p.grad for p in some if p.grad is not None])
+
+
+def _like(weights: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(wide(w)) for w in weights]
 
 
 def alike(some: list[T], sharded: bool) -> list[list[T]]:

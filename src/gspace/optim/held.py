@@ -1,6 +1,5 @@
 """What all our optimizers ask before a step, and what they do when they are copied or loaded."""
 
-import cmath
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from operator import is_
@@ -86,14 +85,14 @@ def doubt_of_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> str:
 
     On a CPU; nobody waits for another device to ask.
     """
-    here = ((p, local(p.grad)) for p in parameters if p.grad is not None)
-    grads = [(p, g._values() if g.is_sparse else g) for p, g in here]
-    if not grads or any(g.device.type != "cpu" for _, g in grads):
+    owners = [p for p in parameters if p.grad is not None]
+    grads = [g._values() if g.is_sparse else g for g in (local(p.grad) for p in owners)]
+    if not grads or any(g.device.type != "cpu" for g in grads):
         return ""
-    # A sum is finite only if every term is; if it is not, it may have overflowed.
-    if all(cmath.isfinite(g.sum().item()) for _, g in grads):
+    # A norm is finite only if every entry is; if it is not, it may have overflowed.
+    if bool(torch.stack(torch._foreach_norm(grads)).isfinite().all()):
         return ""
-    bad = next((p for p, g in grads if not bool(g.isfinite().all())), None)
+    bad = next((p for p, g in zip(owners, grads, strict=True) if not bool(g.isfinite().all())), None)
     name = next((name for name, p in model.named_parameters() if p is bad), None)
     return f"the gradient of {name} is not finite; no weight and no state was changed" if name else ""
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from gspace.analysis import Analysis
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
+from gspace.optim.plan import jumps_of
 from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, trained_names, values_at
-from gspace.optim.step import jumps_of, path_products
+from gspace.optim.step import path_products
 from gspace.optim.walks import connected
 from gspace.sharding import weights_of
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gspace.optim.held import doubt_of_gradients
 from gspace.optim.hooks import capturing
-from gspace.optim.step import Layer, part
+from gspace.optim.plan import Layer, part
 from gspace.sharding import Reduce, Together, alone, box, counts, is_sharded, require_copies, widest_mesh
 
 

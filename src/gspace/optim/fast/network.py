@@ -14,7 +14,7 @@ from gspace.devices import on_cpu
 from gspace.optim.built import Built
 from gspace.optim.eager import Rules
 from gspace.optim.fast.tables import RECORD, Builder, Tables, Tile, as_matrix
-from gspace.optim.step import jumps_of
+from gspace.optim.plan import jumps_of
 from gspace.sharding import alone
 
 Groups = Sequence[Mapping[str, Any]]

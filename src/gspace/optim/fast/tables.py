@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspace.optim.step import Layer, Plan
+from gspace.optim.plan import Layer, Plan
 
 LAYOUT = {
     "RECORD": (
