@@ -373,3 +373,24 @@ def test_exact_beside_attention_and_gates() -> None:
         losses.append(float(loss.detach()))
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["exact", "paper"])
+def test_a_captured_step_without_kernels_is_the_step(rule: Any) -> None:
+    model, analysis, x, y = problem("residual-tie", 1e-5)
+    models = [copy.deepcopy(model).float().cuda() for _ in range(2)]
+    x, y, rate = x.float().cuda(), y.cuda(), torch.tensor(0.05, device="cuda")
+    optimizers = [gspace.GSGD(m, rate, momentum=0.9, batch_norm=rule, analysis=analysis) for m in models]
+    for m, optimizer in zip(models, optimizers, strict=True):
+        F.cross_entropy(m(x), y).backward()
+        optimizer.step()
+        assert "batch_norm" in str(optimizer.statistics()["way"])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[1].step()
+    for _ in range(3):
+        optimizers[0].step()
+        graph.replay()
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
