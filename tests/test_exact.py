@@ -272,6 +272,29 @@ def test_a_gain_in_a_row_before_a_norm_is_trained() -> None:
     assert float(model.gain.grad.abs().max()) > 1e-3
 
 
+class Conditioned(nn.Module):
+    """A layer of one input, in a module that is named like a bias, adds to rows before a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bias_net = nn.Linear(4, 6, bias=False), nn.Linear(1, 6, bias=False)
+        self.norm, self.c = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.relu(self.norm(self.a(x) + self.bias_net(x[:, :1]))))
+
+
+def test_a_weight_of_a_module_that_is_named_like_a_bias_is_none() -> None:
+    torch.manual_seed(0)
+    model, x = Conditioned(), torch.randn(16, 4)
+    before = model.bias_net.weight.detach().clone()
+    optimizer = gspace.GSGD(model, 0.1, analysis=gspace.analyze(model, x), **EXACT)
+    model(x)[:, 0].mean().backward()
+    with pytest.warns(UserWarning, match="6 rows before a norm share their scale with other weights"):
+        optimizer.step()
+    assert not torch.equal(model.bias_net.weight.detach(), before)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_without_learning_rate_nothing_moves(name: str) -> None:
     model, analysis, x, y = problem("residual-tie", 1e-5)

@@ -12,6 +12,7 @@ import gspace
 from away import Away
 from contract import Kind, Net, assert_same, backward, batches, chain, flatten, moved, train, values
 from error_inputs import LOADING, MAKING, OURS, STEPS
+from gspace.optim.arguments import require_one_device
 
 
 def entries(table: Mapping[str, Any]) -> Any:
@@ -99,3 +100,4 @@ def test_weights_on_two_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     optimizer = gspace.GSGD(model, 0.1, analysis=analysis)
     with pytest.raises(ValueError, match=r"one device, and '0.bias' is on cpu, '2.weight' on meta: move them"):
         optimizer.step()
+    assert require_one_device(analysis.transparent, model, {"0.weight", "0.bias"}, "GSGD") is None  # its own are on one

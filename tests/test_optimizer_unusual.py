@@ -551,3 +551,45 @@ def test_numbers_of_other_libraries_are_bounds(bound: Any) -> None:
     kept = (optimizer.max_ratio, optimizer.max_drift, optimizer.max_path_grad_norm)
     assert kept == (1.5, 1.5, 1.5)
     assert all(type(value) is float for value in kept)
+
+
+class OneNumber(nn.Module):
+    """A shift without a dimension that touches the one hidden unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 1), nn.Parameter(torch.tensor(0.2)), nn.Linear(1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.relu(self.a(x) + self.b))
+
+
+def test_a_parameter_without_a_dimension_moves_alike_in_every_way() -> None:
+    torch.manual_seed(3)
+    models = [OneNumber().double()]
+    models += [copy.deepcopy(models[0]) for _ in range(2)]
+    assert gspace.analyze(models[0], X).H == 1
+    optimizers = [
+        gspace.GSGD(models[0], 0.05, example_input=X),
+        gspace.GSGD(models[1], 0.05, foreach=False, example_input=X),
+        gspace.InGSpace(models[2], torch.optim.SGD, lr=0.05, example_input=X),
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for _ in range(3):
+            step(model, optimizer)
+    assert float((models[0].b - 0.2).abs()) > 1e-4
+    for other in models[1:]:
+        for p, q in zip(models[0].parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_in_inference_mode_leaves_nothing_that_the_next_cannot_write() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    optimizer = gspace.GSGD(model, 0.05, foreach=False)
+    optimizer.rechoose()
+    (model(X) - 1).square().mean().backward()
+    with torch.inference_mode():
+        optimizer.step()
+    before = values(model)
+    step(model, optimizer)
+    assert moved(model, before)

@@ -1,7 +1,7 @@
 """What an optimizer is given: refused before anything is changed, or warned of."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,10 +31,10 @@ def require_values(model: Any) -> None:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
 
 
-def require_one_device(edges: Sequence[Edges], model: nn.Module, owner: str) -> None:
-    """What is trained of these parameters lies on one device: a step adds up over all of them."""
+def require_one_device(edges: Sequence[Edges], model: nn.Module, mine: Collection[str], owner: str) -> None:
+    """Those of these parameters that are `mine` lie on one device: a step adds up over all of them."""
     parameters = dict(model.named_parameters())
-    found = {parameters[e.name].device: e.name for e in edges if parameters[e.name].requires_grad}
+    found = {parameters[e.name].device: e.name for e in edges if e.name in mine}
     if len(found) > 1:
         (a, one), (b, other) = list(found.items())[:2]
         raise ValueError(

@@ -92,7 +92,8 @@ class GSpaceOptimizer(OfModel):
         self.adopt(chosen)
 
     def _choose(self, *, final: bool) -> Chosen:
-        require_one_device(choice.touching(self._view), self.model, type(self).__name__)
+        mine = trained_names(self.model, self._parameters())
+        require_one_device(choice.touching(self._view), self.model, mine, type(self).__name__)
         if self.batch_norm == "exact":
             return exact.choose(self.model, self.analysis, self._parameters(), final=final)
         return choice.choose(self.model, self.analysis, self._wanted, self._parameters(), final=final)

@@ -70,7 +70,8 @@ def absorbed_rows(analysis: Analysis) -> tuple[dict[str, Tensor], int]:
     for e in edges:
         read[e.tail.reshape(-1)] = True
         rows = torch.bincount(e.head.reshape(-1), minlength=n)
-        if not ("bias" in e.name and e.tail.shape[1] == 1 and bool((rows[1:] <= 1).all())):
+        is_bias = "bias" in e.name.rpartition(".")[2] and e.tail.shape[1] == 1  # the name of the tensor, not a module's
+        if not (is_bias and bool((rows[1:] <= 1).all())):
             written += rows
     own = (written == 1) & ~read
     own[: 1 + analysis.H] = False

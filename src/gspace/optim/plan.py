@@ -65,7 +65,7 @@ class Layer:
     counts: bool = True
 
     def view(self, parameter: Tensor) -> Tensor:
-        """`edges.view`, which has to find out its shape."""
+        """As `edges.view`, with the shape known."""
         group, out, inputs, *taps = self.shape
         if self.edges.swap:
             return parameter.reshape(group, inputs, out, *taps).transpose(1, 2)
@@ -124,7 +124,7 @@ class Plan:
     def at_entries(self, tensors: Sequence[Tensor]) -> Tensor:
         """Their values at the skeleton entries of the layers, `(entries,)`."""
         here, pairs = self.root.device, zip(self.layers, tensors, strict=True)
-        parts = [t[x.entries].to(here) for x, t in pairs if x.root.numel()]
+        parts = [t[x.entries].reshape(-1).to(here) for x, t in pairs if x.root.numel()]
         return torch.cat(parts) if parts else self.reference[:0]
 
     def put(self, tensors: Sequence[Tensor], values: Tensor) -> None:
@@ -215,7 +215,7 @@ def layers_of(
 
 def view_shape(edges: Edges, shape: Sequence[int]) -> torch.Size:
     """Of `edges.view` of a weight of this shape."""
-    return edges.view(torch.empty(*shape, device="meta")).shape
+    return edges.view(torch.empty(tuple(shape), device="meta")).shape
 
 
 def unraveled(index: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:

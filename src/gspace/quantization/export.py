@@ -16,7 +16,9 @@ from gspace.quantization.mapping import Mapping, Mappings, Side
 class Exported(list[Any]):
     """Entries of a quantizer's table. `left_out` are the mappings that it has no form for, by reason."""
 
-    left_out: dict[str, Mappings]
+    def __init__(self, entries: Iterable[Any] = (), left_out: dict[str, Mappings] | None = None) -> None:
+        super().__init__(entries)
+        self.left_out = left_out or {}
 
 
 def awq(model: nn.Module, mappings: Iterable[Mapping]) -> Exported:
@@ -54,10 +56,9 @@ def smoothquant(model: nn.Module, mappings: Iterable[Mapping]) -> Exported:
 
 def _export(entry: Callable[[Mapping], Any], mappings: Iterable[Mapping], misfit: Callable[[Mapping], str]) -> Exported:
     every = [(m, misfit(m)) for m in mappings]
-    made = Exported(entry(m) for m, why in every if not why)
     reasons = dict.fromkeys(why for _, why in every if why)
-    made.left_out = {reason: Mappings(m for m, why in every if why == reason) for reason in reasons}
-    return made
+    left_out = {reason: Mappings(m for m, why in every if why == reason) for reason in reasons}
+    return Exported((entry(m) for m, why in every if not why), left_out)
 
 
 def _misfit(model: nn.Module, m: Mapping) -> str:
@@ -87,5 +88,7 @@ def _whole(side: Side, dim: int, size: int) -> bool:
 def _last(model: nn.Module, side: Side, size: int) -> bool:
     """The last rows of a fused projection without a bias, channel by channel."""
     shape = model.get_parameter(side.parameter).shape
+    if len(shape) < 2:
+        return False
     last = (slice(shape[0] - size, shape[0]), *[slice(None)] * (len(shape) - 1))
-    return len(shape) > 1 and side[1:4] == (0, last, 1) and side.channels == range(size)
+    return side[1:4] == (0, last, 1) and side.channels == range(size)
