@@ -170,8 +170,8 @@ class GSGD(GSpaceOptimizer):
         return super()._by_kernels(built, way)
 
     def _canvas(self, built: Built) -> tuple[list[Tensor], list[Tensor]]:
-        kept = built.plan.root.device.type == "cpu" and not torch.is_inference_mode_enabled()
-        if torch.compiler.is_compiling() or not kept:
+        new = torch.compiler.is_compiling() or built.plan.root.device.type != "cpu"
+        if new or torch.is_inference_mode_enabled():
             return _like(built.weights), _like(built.weights)
         if self._kept is None or self._kept[0] is not built:  # new memory costs a CPU more than a step
             self._kept = built, _like(built.weights), _like(built.weights)
