@@ -381,3 +381,9 @@ def test_the_page_is_that_of_its_record(monkeypatch: pytest.MonkeyPatch) -> None
     assert page(text, record) == text, "python benchmarks/mappings.py --table docs/quantization.md"
     record["entries"][-1]["change"][0] *= 50
     assert page(text, record) != text
+
+
+@pytest.mark.parametrize("export", [awq, smoothquant])
+def test_an_export_of_something_else_is_refused(export: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes what gspace\.mappings returns"):
+        export(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [("0", ["1"])])

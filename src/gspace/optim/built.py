@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gspace.optim import shards
 from gspace.optim.choice import KEY, Chosen
-from gspace.optim.eager import Bundle, bundle
-from gspace.optim.plan import Plan, layers_of, plan
+from gspace.optim.plan import Bundle, Plan, bundle, layers_of, plan
 from gspace.sharding import local
 
 Groups = Sequence[dict[str, Any]]

@@ -6,17 +6,14 @@ finds nothing to decay there. At free entries it sees 0 and no gradient. So the 
 state of the parameter, entry by entry.
 """
 
-import itertools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspace.optim import exact, step
-from gspace.optim.plan import Ends, Layer, Plan, plan
-from gspace.optim.skeleton import Skeleton
+from gspace.optim.plan import Ends, Plan
 from gspace.optim.step import BatchNormRule, Coordinates
 
 Allocation = Literal["fixed", "spread"]
@@ -29,72 +26,6 @@ class Rules(NamedTuple):
     allocation: Allocation
     max_ratio: float
     max_drift: float
-
-
-class Bundle(NamedTuple):
-    """Layers as a step sees them: vectors, as γ, β and biases, are one. A network has many, and each is small.
-
-    Attributes:
-        plan: For these layers.
-        members: The layers of the network's plan that each one is.
-    """
-
-    plan: Plan
-    members: list[list[int]]
-
-    def joined(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of the network's layers, for these layers."""
-        return [tensors[k[0]] if len(k) == 1 else torch.cat([tensors[i] for i in k]) for k in self.members]
-
-    def give(self, joined: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Writes what is joined back to tensors of the network's layers."""
-        sources, targets = [], []
-        for some, whole in zip(self.members, joined, strict=True):
-            parts = whole.split([tensors[k].numel() for k in some]) if len(some) > 1 else [whole]
-            for k, part in zip(some, parts, strict=True):
-                if part is not tensors[k]:
-                    sources.append(part)
-                    targets.append(tensors[k])
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-
-def bundle(skeleton: Skeleton, given: Plan, weights: Sequence[Tensor]) -> Bundle:
-    """For the plan of a network."""
-    alike: dict[Hashable, list[int]] = {}
-    for k, (layer, w) in enumerate(zip(given.layers, weights, strict=True)):
-        kind = (w.dtype, w.device, layer.edges.normalized, layer.counts)
-        alike.setdefault(kind if w.dim() == 1 else k, []).append(k)
-    members = list(alike.values())
-    layers = [_one([given.layers[k] for k in some]) for some in members]
-    return Bundle(plan(skeleton, layers, given.reference, given.reduce), members)
-
-
-def _one(layers: Sequence[Layer]) -> Layer:
-    """Vectors as one, of which every entry is a group."""
-    first = layers[0]
-    if len(layers) == 1:
-        return first
-    heads = [x.edges.head for x in layers]
-    starts = [0, *itertools.accumulate(head.numel() for head in heads)]
-    absorbed = [head < 0 if x.absorbed is None else x.absorbed for x, head in zip(layers, heads, strict=True)]
-    head, tail, mask = (
-        torch.cat([x.reshape(-1, 1) for x in every])
-        for every in (heads, [x.edges.tail.expand_as(x.edges.head) for x in layers], absorbed)
-    )
-    return replace(
-        first,
-        edges=replace(first.edges, head=head, tail=tail),
-        entries=(torch.cat([x.entries[0] + start for x, start in zip(layers, starts, strict=False)]),),
-        root=torch.cat([x.root for x in layers]),
-        free=torch.cat([x.free for x in layers]),
-        entry_tail=torch.cat([x.entry_tail for x in layers]),
-        entry_head=torch.cat([x.entry_head for x in layers]),
-        shape=torch.Size((starts[-1], 1, 1)),
-        reads=any(x.reads for x in layers),
-        writes=any(x.writes for x in layers),
-        absorbed=mask if any(x.absorbed is not None for x in layers) else None,
-    )
 
 
 def observed(

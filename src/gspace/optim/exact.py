@@ -111,7 +111,7 @@ def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *
     reasons = {
         NOT_TRAINED: ~trained_units(edges, trained, n),
         "lie on no path from input to output": ~live & (in_edge < 0),
-        "have no gain or incoming weight other than 0": in_edge < 0,
+        "have no gain of a BatchNorm and no incoming weight other than 0": in_edge < 0,
     }
     usable, unused = sorted_out(reasons)
     unused += [f"{shared} {SHARED}"] if shared else []

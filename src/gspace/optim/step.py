@@ -12,7 +12,7 @@ vectors (`root_gradient`, `path_ratio`), and one update per weight (`weights_aft
 steps but the skeleton and its references, and nothing loops over units or depth.
 
 What is summed over weights of the whole network is a unit vector, and goes through `Plan.reduce`. So several processes
-may take a step together, each with a part of every parameter (`part`): their sums are added up there, nowhere else.
+may take a step together, each with a part of every parameter (`plan.part`): their sums are added up there alone.
 """
 
 from collections.abc import Sequence

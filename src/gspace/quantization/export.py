@@ -55,7 +55,10 @@ def smoothquant(model: nn.Module, mappings: Iterable[Mapping]) -> Exported:
 
 
 def _export(entry: Callable[[Mapping], Any], mappings: Iterable[Mapping], misfit: Callable[[Mapping], str]) -> Exported:
-    every = [(m, misfit(m)) for m in mappings]
+    given = list(mappings)
+    if not all(isinstance(m, Mapping) for m in given):
+        raise TypeError("an export takes what gspace.mappings returns")
+    every = [(m, misfit(m)) for m in given]
     reasons = dict.fromkeys(why for _, why in every if why)
     left_out = {reason: Mappings(m for m, why in every if why == reason) for reason in reasons}
     return Exported((entry(m) for m, why in every if not why), left_out)
