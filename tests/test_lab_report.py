@@ -261,6 +261,20 @@ def test_exported_records_are_small_and_give_the_same_tables(
     assert {path: path.read_text() for path in (tmp_path / "results").iterdir()} == files
 
 
+def test_a_run_that_others_decided_goes_to_their_experiment(tmp_path: Path) -> None:
+    """Exported later than the runs it was chosen by, and alone."""
+    there, momentum, quick = tmp_path / "there", EXPERIMENTS["momentum"], Variant(quick=True)
+    grid: list[Record] = []
+    for _ in range(2):  # the rates, then the decays at the best of them
+        left = jobs(quick.cells(momentum, archive.scores_of(grid)))
+        grid += [record(recipe, 0.1) for recipe in left if recipe.validation and recipe not in {r.recipe for r in grid}]
+    archive.collect(grid, there, lambda recipe: "momentum")
+    decided = [recipe for recipe in jobs(quick.cells(momentum, archive.scores_of(grid))) if not recipe.validation]
+    archive.collect([record(decided[0], 0.1)], tmp_path / "new", home)
+    assert cli.main(["report", str(tmp_path / "new"), "--export", str(there)]) == 0
+    assert {path.stem: len(archive.from_lines(path)) for path in there.iterdir()} == {"momentum": len(grid) + 1}
+
+
 def test_a_record_survives_its_line(tmp_path: Path) -> None:
     one = record(BASE.but(max_drift=math.inf, validation=7), 0.123456789)
     back = archive.from_line(archive.to_line(one).encode(), tmp_path, "here")

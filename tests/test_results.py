@@ -211,14 +211,14 @@ def test_means_in_fidelity_are_those_of_the_report(report: str) -> None:
     """No table is repeated there, and every mean with its deviation stands in the report."""
     text = " ".join((ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").split())
     said = re.findall(r"\d+\.\d+ ± \d+\.\d+", text)
-    assert len(said) > 20
+    assert len(said) >= 5
     assert [number for number in said if number not in report] == []
 
 
 def test_means_in_the_readme_are_those_of_the_report(report: str) -> None:
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split("## Results")[1].split("##")[0].split())
     said = re.findall(r"\d+\.\d+ ± \d+\.\d+", text)
-    assert len(said) == 9
+    assert len(said) == 14
     assert [number for number in said if number not in report] == []
 
 

@@ -38,8 +38,9 @@ def run(args: argparse.Namespace) -> int:
     records = read_records(args.runs)
     if not records:
         raise RecordError(f"no runs below {', '.join(map(str, args.runs))}")
-    if args.export:
-        added = collect(records, args.export, homes(records))
+    if args.export:  # what is there may decide which experiment a new run belongs to
+        there = [args.export] if args.export.exists() else []
+        added = collect(records, args.export, homes(read_records([*args.runs, *there])))
         print("\n".join(f"{path}: {count} new" for path, count in added.items()) or "every finished run was there")
         return 0
     names = args.only.split(",") if args.only else list(EXPERIMENTS)
@@ -98,8 +99,9 @@ def assemble(
     parts = shown(every, found)
     known = {recipe for part in parts for recipe in jobs(part.cells)}
     others = [record for record in records if record.recipe not in known]
-    made = (_missing(experiments, parts, found, counting), _diverged(records), _others(others), _environments(records))
-    kept, summary = (tuple(table for table in some if table.rows) for some in (made, [claims(experiments, found)]))
+    short, each = claims(experiments, found)
+    rest = (_missing(experiments, parts, found, counting), _diverged(records), _others(others), _environments(records))
+    kept, summary = (tuple(table for table in some if table.rows) for some in ((each, *rest), [short]))
     sections, reading = tuple(section(part, found) for part in parts), tuple(FACTS["text"]["reading"])
     return Document("Measured with gspace", command, reading, sections, kept, summary)
 

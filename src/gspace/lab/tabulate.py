@@ -1,14 +1,16 @@
 """From records to tables: *paper | ours mean ± std (n)*, failures kept, differences between runs of one seed.
 
-At the top stand the paper's claims, one line each: what the records say of them, and the numbers behind it.
+At the top stand the paper's claims, one line each: what the records say of them, and the numbers behind it. At the end
+they stand line by line.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from math import floor, log10
-from statistics import fmean, stdev
+from statistics import fmean, linear_regression, stdev
 from typing import NamedTuple
 
 from gspace.lab.archive import scores_of
@@ -167,11 +169,17 @@ def difference(base: Cell | None, other: Cell | None, found: Found, measure: Mea
 
 LEVEL = 0.05  # of a paired t-test, two-sided, not corrected for the number of comparisons
 LEAST = 3  # seeds below which nothing is said
+SHOWN = 4  # lines that a claim has one by one; more are a range
 NOTE = FACTS["text"]["claims"].format(level=LEVEL, least=LEAST)
+WORDS = ("reproduced", "not reproduced", "the reverse", "no difference seen", "not certain", "open")
 
 
 class Claim(NamedTuple):
-    """`other` has less of the measure than `base`, or as much, on every line of a table; see `experiments.toml`."""
+    """`other` has less of the measure than `base`, or as much, on every line of a table; see `experiments.toml`.
+
+    With `grows` it is the lead of `other` that is claimed to grow along the axis of the table. `controls` are methods
+    that may explain a lead, by the name that they have here. What stands aside is asked by us, and is not the paper's.
+    """
 
     text: str
     source: str
@@ -181,37 +189,99 @@ class Claim(NamedTuple):
     other: str = "gsgd"
     measure: str = "test_error"
     length: str = "1"
-    control: str = ""
+    controls: Mapping[str, str] = {}
     less: bool = True
+    grows: bool = False
+    aside: bool = False
+
+
+class Line(NamedTuple):
+    """What one line of a table says of a claim: differences by seed, the paper's, and the share that controls have."""
+
+    row: str
+    data: str
+    values: Sequence[float]
+    word: str
+    paper: float | None = None
+    shares: Mapping[str, float] = {}
+
+    @property
+    def place(self) -> str:
+        return f"{self.row}, {self.data}"
+
+    def difference(self, claim: Claim) -> str:
+        paper = "" if self.paper is None else f", the paper {self.paper:+.2f}"
+        return mean_std(self.values, MEASURES[claim.measure], "+") + paper
 
 
 CLAIMS = tuple(Claim(**claim) for claim in FACTS["claims"])
 
 
-def claims(experiments: Collection[Experiment], found: Found) -> Table:
-    """A row for each line of a table that says something of a claim: of which a pair of runs is recorded."""
-    rows = []
+def claims(experiments: Collection[Experiment], found: Found) -> tuple[Table, Table]:
+    """A row for each claim of the paper of which a pair of runs is recorded, and one for each line of a table."""
     known = {experiment.name: experiment for experiment in experiments}
-    for claim in CLAIMS:
-        lines = _lines(claim, known[claim.experiment], found) if claim.experiment in known else ()
-        rows += [(*((claim.text, claim.source) if k == 0 else ("", "")), *line) for k, line in enumerate(lines)]
-    head = ("claim", "where", "on", "reproduced?", "difference", "p", "by the start")
-    return Table("The paper's claims", head, tuple(rows), 4, NOTE)
+    said = [(c, lines) for c in CLAIMS if c.experiment in known and (lines := _lines(c, known[c.experiment], found))]
+    short = tuple(summed(claim, lines) for claim, lines in said if not claim.aside)
+    rows = [
+        (*((c.text, c.source) if k == 0 else ("", "")), line.place, line.word, line.difference(c), _p([line]))
+        for c, lines in said
+        for k, line in enumerate(lines)
+    ]
+    head = ("claim", "where", "what the runs say", "difference", "p", "explained by")
+    each = ("claim", "where", "on", "what the runs say", "difference", "p")
+    return Table("The paper's claims", head, short, 6, NOTE), Table("Claims, line by line", each, tuple(rows), 4)
 
 
-def _lines(claim: Claim, experiment: Experiment, found: Found) -> Iterator[tuple[str, ...]]:
-    """What each line of the table says of a claim, in a word and in numbers."""
+def summed(claim: Claim, lines: Sequence[Line]) -> tuple[str, ...]:
+    """A claim in one line. Where it has many, their differences are a range of means."""
+    count = Counter(line.word for line in lines)
+    said = [word if len(lines) == 1 else f"{word} on {count[word]} of {len(lines)}" for word in WORDS if count[word]]
+    differences = "; ".join(f"{line.place}: {line.difference(claim)}" for line in lines)
+    if len(lines) > SHOWN:
+        first, last, means = lines[0], lines[-1], [fmean(line.values) for line in lines]
+        differences = f"{first.row} to {last.place}: means from {min(means):+.2g} to {max(means):+.2g}"
+    shares = {name: sorted(line.shares[name] for line in lines if name in line.shares) for name in claim.controls}
+    explained = [f"{name} {_range([f'{share:.0%}' for share in some])}" for name, some in shares.items() if some]
+    return claim.text, claim.source, ", ".join(said), differences, _p(lines), ", ".join(explained)
+
+
+def _p(lines: Sequence[Line]) -> str:
+    known = sorted(p for line in lines if (p := p_value(line.values)) is not None)
+    return _range([f"{p:.2g}" for p in known])
+
+
+def _range(texts: Sequence[str]) -> str:
+    return " to ".join(dict.fromkeys([*texts[:1], *texts[-1:]]))
+
+
+def _lines(claim: Claim, experiment: Experiment, found: Found) -> list[Line]:
+    """What each line of the table says of a claim; one for them all if it is about how they differ."""
     measure = MEASURES[claim.measure]
     cells = Variant(length=Fraction(claim.length)).cells(experiment, scores_of(list(found.values())))
     at = {(cell.row, data_label(cell.recipes[0]), cell.method.key): cell for cell in cells if claim.part in cell.part}
+    lines, bases = [], []
     for row, data in dict.fromkeys((row, data) for row, data, _ in at):
-        base, other, control = (at.get((row, data, key)) for key in (claim.base, claim.other, claim.control))
-        values, part = gaps(base, other, found, measure), gaps(base, control, found, measure)
-        if values:
-            p, said = p_value(values), word(values, less=claim.less)
-            share = fmean(part) / fmean(values) if said == "yes" and len(part) == len(values) else None
-            notes = ("" if p is None else f"{p:.2g}", "" if share is None else f"{share:.0%}")
-            yield f"{row}, {data}", said, mean_std(values, measure, "+"), *notes
+        base, other = (at.get((row, data, key)) for key in (claim.base, claim.other))
+        values = gaps(base, other, found, measure)
+        if base is None or other is None or not values:
+            continue
+        word = verdict(values, less=claim.less)
+        parts = {name: gaps(base, at.get((row, data, key)), found, measure) for name, key in claim.controls.items()}
+        whole = len(values) if word == "reproduced" else 0
+        shares = {name: fmean(part) / fmean(values) for name, part in parts.items() if len(part) == whole > 0}
+        paper = other.paper.mean - base.paper.mean if base.paper and other.paper and measure is ERROR else None
+        lines.append(Line(row, data, values, word, paper, shares))
+        bases.append(base)
+    if not claim.grows or len(lines) < 2:
+        return [] if claim.grows else lines
+    slopes = trend(bases, [line.values for line in lines])
+    return [Line(f"{lines[0].row} to {lines[-1].row}", lines[0].data, slopes, verdict(slopes))]
+
+
+def trend(cells: Sequence[Cell], differences: Sequence[Sequence[float]]) -> list[float]:
+    """How much the difference of each seed changes when the quantity on the axis is ten times as large."""
+    x = [log10(cell.axis.of(cell.recipes[0])) for cell in cells if cell.axis]
+    return [linear_regression(x, y).slope for y in zip(*differences, strict=False)]
 
 
 def p_value(values: Sequence[float]) -> float | None:
@@ -221,15 +291,15 @@ def p_value(values: Sequence[float]) -> float | None:
     return float(ttest_1samp(values, 0.0).pvalue) if len(values) >= LEAST and len(set(values)) > 1 else None
 
 
-def word(values: Sequence[float], *, less: bool = True) -> str:
-    """What the differences of one line say.
+def verdict(values: Sequence[float], *, less: bool = True) -> str:
+    """What the differences of one line say of the claim that they are negative, or that there are none.
 
-    >>> [word(v) for v in ([-1.0, -1.1, -0.9], [1.0, 1.1, 0.9], [-1.0, 1.0, 0.5], [-1.0, -1.0])]
-    ['yes', 'the reverse', 'not certain', 'open']
+    >>> [verdict(v) for v in ([-1.0, -1.1, -0.9], [1.0, 1.1, 0.9], [-1.0, 1.0, 0.5], [-1.0, -1.0])]
+    ['reproduced', 'the reverse', 'not certain', 'open']
     """
     p = p_value(values)
     if p is None:
         return "open"
     if p >= LEVEL:
-        return "not certain" if less else "yes"
-    return "yes" if less and fmean(values) < 0 else "the reverse" if less else "no"
+        return "not certain" if less else "no difference seen"
+    return "not reproduced" if not less else "reproduced" if fmean(values) < 0 else "the reverse"
