@@ -399,6 +399,20 @@ def test_exact_beside_attention_and_gates() -> None:
     assert losses[-1] < losses[0]
 
 
+@networks
+def test_gsgd_is_sgd_in_these_coordinates(network: str) -> None:
+    """No skeleton path is trained here, so the two take the same steps, to the bit."""
+    model, analysis, x, y = problem(network, 1e-5)
+    options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "analysis": analysis, **EXACT}
+    models = [model, copy.deepcopy(model)]
+    before = [p.clone() for p in model.parameters()]
+    train(models[0], gspace.GSGD(models[0], **options), x, y, 5)
+    train(models[1], gspace.InGSpace(models[1], torch.optim.SGD, **options), x, y, 5)
+    after = [list(m.parameters()) for m in models]
+    assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before, after[0], strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", ["exact", "paper"])
 def test_a_captured_step_without_kernels_is_the_step(rule: Any) -> None:
