@@ -1,6 +1,6 @@
 """From records to tables: *paper | ours mean ± std (n)*, failures kept, differences between runs of one seed.
 
-At the top stand the paper's claims, one line each: what the records say of them, and the numbers behind it. At the end
+At the top stand the claims, one line each: what the records say of them, and the numbers behind it. At the end
 they stand line by line.
 """
 
@@ -171,7 +171,7 @@ LEVEL = 0.05  # of a paired t-test, two-sided, not corrected for the number of c
 LEAST = 3  # seeds below which nothing is said
 SHOWN = 4  # lines that a claim has one by one; more are a range
 NOTE = FACTS["text"]["claims"].format(level=LEVEL, least=LEAST)
-WORDS = ("reproduced", "not reproduced", "the reverse", "no difference seen", "not certain", "open")
+WORDS = ("reproduced", "found", "not reproduced", "the reverse", "no difference seen", "not certain", "open")
 
 
 class Claim(NamedTuple):
@@ -229,7 +229,9 @@ def claims(experiments: Collection[Experiment], found: Found) -> tuple[Table, Ta
     ]
     head = ("claim", "where", "what the runs say", "difference", "p", "explained by")
     each = ("claim", "where", "on", "what the runs say", "difference", "p")
-    return Table("The paper's claims", head, short, 6, NOTE), Table("Claims, line by line", each, tuple(rows), 4)
+    return Table("The paper's claims, and ours", head, short, 6, NOTE), Table(
+        "Claims, line by line", each, tuple(rows), 4
+    )
 
 
 def summed(claim: Claim, lines: Sequence[Line]) -> tuple[str, ...]:
@@ -266,8 +268,9 @@ def _lines(claim: Claim, experiment: Experiment, found: Found) -> list[Line]:
         if base is None or other is None or not values:
             continue
         word = verdict(values, less=claim.less)
+        word = "found" if (word, claim.source) == ("reproduced", "ours") else word
         parts = {name: gaps(base, at.get((row, data, key)), found, measure) for name, key in claim.controls.items()}
-        whole = len(values) if word == "reproduced" else 0
+        whole = len(values) if word in ("reproduced", "found") else 0
         shares = {name: fmean(part) / fmean(values) for name, part in parts.items() if len(part) == whole > 0}
         paper = other.paper.mean - base.paper.mean if base.paper and other.paper and measure is ERROR else None
         lines.append(Line(row, data, values, word, paper, shares))
