@@ -39,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if not records:
         raise RecordError(f"no runs below {', '.join(map(str, args.runs))}")
     if args.export:  # what is there may decide which experiment a new run belongs to
-        there = [args.export] if args.export.exists() else []
-        added = collect(records, args.export, homes(read_records([*args.runs, *there])))
+        added = collect(records, args.export, homes(read_records([*args.runs, *args.export.glob("*.jsonl")])))
         print("\n".join(f"{path}: {count} new" for path, count in added.items()) or "every finished run was there")
         return 0
     names = args.only.split(",") if args.only else list(EXPERIMENTS)

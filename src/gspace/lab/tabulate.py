@@ -14,7 +14,7 @@ from statistics import fmean, linear_regression, stdev
 from typing import NamedTuple
 
 from gspace.lab.archive import scores_of
-from gspace.lab.cells import Cell, Experiment, Method, Variant, data_label
+from gspace.lab.cells import Cell, Experiment, Method, Variant
 from gspace.lab.document import Table
 from gspace.lab.experiments import FACTS
 from gspace.lab.recipe import Recipe
@@ -153,16 +153,16 @@ def _compared(methods: Sequence[Method]) -> list[tuple[Method, Method]]:
     return [*((base, other) for other in ours for base in plain), *combinations(starts, 2)]
 
 
-def gaps(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> list[float]:
+def gaps(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> dict[int, float]:
     """How much more `other` has than `base`, for each seed that both finished: same initial stream, same batches."""
     if base is None or other is None:
-        return []
+        return {}
     ours, theirs = (outcome(cell.recipes, found, measure).values for cell in (other, base))
-    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+    return {seed: ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())}
 
 
 def difference(base: Cell | None, other: Cell | None, found: Found, measure: Measure) -> str:
-    return mean_std(gaps(base, other, found, measure), measure, "+") or "–"
+    return mean_std(list(gaps(base, other, found, measure).values()), measure, "+") or "–"
 
 
 # Claims ---------------------------------------------------------------------------------------------------------------
@@ -171,14 +171,21 @@ LEVEL = 0.05  # of a paired t-test, two-sided, not corrected for the number of c
 LEAST = 3  # seeds below which nothing is said
 SHOWN = 4  # lines that a claim has one by one; more are a range
 NOTE = FACTS["text"]["claims"].format(level=LEVEL, least=LEAST)
-WORDS = ("reproduced", "found", "not reproduced", "the reverse", "no difference seen", "not certain", "open")
+
+# What is asked of `other` beside `base`; what is said if it has certainly less, certainly more, and neither.
+SAID = {
+    "less": ("yes", "the reverse", "not certain"),
+    "as much": ("no", "no", "no difference seen"),
+    "no more": ("yes", "no", "no difference seen"),
+}
+WORDS = ("yes", "no", "the reverse", "no difference seen", "not certain", "open")
 
 
 class Claim(NamedTuple):
-    """`other` has less of the measure than `base`, or as much, on every line of a table; see `experiments.toml`.
+    """What `other` is said to have of the measure, beside `base`, on every line of a table; see `experiments.toml`.
 
-    With `grows` it is the lead of `other` that is claimed to grow along the axis of the table. `controls` are methods
-    that may explain a lead, by the name that they have here. What stands aside is asked by us, and is not the paper's.
+    With `grows` it is its lead that is said to grow along the axis of the table. `controls` are methods that may
+    explain a lead, by the name that they have here. What stands aside is in the table of all lines alone.
     """
 
     text: str
@@ -187,38 +194,32 @@ class Claim(NamedTuple):
     part: str = ""
     base: str = "sgd"
     other: str = "gsgd"
+    asks: str = "less"
     measure: str = "test_error"
     length: str = "1"
     controls: Mapping[str, str] = {}
-    less: bool = True
     grows: bool = False
     aside: bool = False
 
 
 class Line(NamedTuple):
-    """What one line of a table says of a claim: differences by seed, the paper's, and the share that controls have."""
+    """What one line of a table says of a claim: differences by seed, a note, and the share that controls have."""
 
-    row: str
-    data: str
+    place: str
     values: Sequence[float]
     word: str
-    paper: float | None = None
+    note: str = ""
     shares: Mapping[str, float] = {}
 
-    @property
-    def place(self) -> str:
-        return f"{self.row}, {self.data}"
-
     def difference(self, claim: Claim) -> str:
-        paper = "" if self.paper is None else f", the paper {self.paper:+.2f}"
-        return mean_std(self.values, MEASURES[claim.measure], "+") + paper
+        return ", ".join(filter(None, (mean_std(self.values, MEASURES[claim.measure], "+"), self.note)))
 
 
 CLAIMS = tuple(Claim(**claim) for claim in FACTS["claims"])
 
 
 def claims(experiments: Collection[Experiment], found: Found) -> tuple[Table, Table]:
-    """A row for each claim of the paper of which a pair of runs is recorded, and one for each line of a table."""
+    """A row for each claim of which a pair of runs is recorded, and one for each line of a table."""
     known = {experiment.name: experiment for experiment in experiments}
     said = [(c, lines) for c in CLAIMS if c.experiment in known and (lines := _lines(c, known[c.experiment], found))]
     short = tuple(summed(claim, lines) for claim, lines in said if not claim.aside)
@@ -227,8 +228,8 @@ def claims(experiments: Collection[Experiment], found: Found) -> tuple[Table, Ta
         for c, lines in said
         for k, line in enumerate(lines)
     ]
-    head = ("claim", "where", "what the runs say", "difference", "p", "explained by")
-    each = ("claim", "where", "on", "what the runs say", "difference", "p")
+    head = ("claim", "source", "does it hold?", "difference", "p", "explained by")
+    each = ("claim", "source", "on", "does it hold?", "difference", "p")
     return Table("The paper's claims, and ours", head, short, 6, NOTE), Table(
         "Claims, line by line", each, tuple(rows), 4
     )
@@ -240,10 +241,13 @@ def summed(claim: Claim, lines: Sequence[Line]) -> tuple[str, ...]:
     said = [word if len(lines) == 1 else f"{word} on {count[word]} of {len(lines)}" for word in WORDS if count[word]]
     differences = "; ".join(f"{line.place}: {line.difference(claim)}" for line in lines)
     if len(lines) > SHOWN:
-        first, last, means = lines[0], lines[-1], [fmean(line.values) for line in lines]
-        differences = f"{first.row} to {last.place}: means from {min(means):+.2g} to {max(means):+.2g}"
-    shares = {name: sorted(line.shares[name] for line in lines if name in line.shares) for name in claim.controls}
-    explained = [f"{name} {_range([f'{share:.0%}' for share in some])}" for name, some in shares.items() if some]
+        means = [fmean(line.values) for line in lines if line.values]
+        differences = f"{lines[0].place} to {lines[-1].place}: means from {min(means):+.2g} to {max(means):+.2g}"
+    explained = []
+    for name in claim.controls:
+        shares = sorted(line.shares[name] for line in lines if name in line.shares)
+        where = "" if len(shares) == count["yes"] else f" (on {len(shares)})"
+        explained += [f"{name} {_range([f'{share:.0%}' for share in shares])}{where}"] if shares else []
     return claim.text, claim.source, ", ".join(said), differences, _p(lines), ", ".join(explained)
 
 
@@ -260,49 +264,57 @@ def _lines(claim: Claim, experiment: Experiment, found: Found) -> list[Line]:
     """What each line of the table says of a claim; one for them all if it is about how they differ."""
     measure = MEASURES[claim.measure]
     cells = Variant(length=Fraction(claim.length)).cells(experiment, scores_of(list(found.values())))
-    at = {(cell.row, data_label(cell.recipes[0]), cell.method.key): cell for cell in cells if claim.part in cell.part}
-    lines, bases = [], []
-    for row, data in dict.fromkeys((row, data) for row, data, _ in at):
-        base, other = (at.get((row, data, key)) for key in (claim.base, claim.other))
-        values = gaps(base, other, found, measure)
-        if base is None or other is None or not values:
+    at = {(cell.line, cell.method.key): cell for cell in cells if claim.part in cell.part}
+    lines: list[Line] = []
+    along: dict[float, Mapping[int, float]] = {}
+    for place in dict.fromkeys(place for place, _ in at):
+        base, other = (at.get((place, key)) for key in (claim.base, claim.other))
+        if base is None or other is None:
             continue
-        word = verdict(values, less=claim.less)
-        word = "found" if (word, claim.source) == ("reproduced", "ours") else word
-        parts = {name: gaps(base, at.get((row, data, key)), found, measure) for name, key in claim.controls.items()}
-        whole = len(values) if word in ("reproduced", "found") else 0
-        shares = {name: fmean(part) / fmean(values) for name, part in parts.items() if len(part) == whole > 0}
-        paper = other.paper.mean - base.paper.mean if base.paper and other.paper and measure is ERROR else None
-        lines.append(Line(row, data, values, word, paper, shares))
-        bases.append(base)
-    if not claim.grows or len(lines) < 2:
-        return [] if claim.grows else lines
-    slopes = trend(bases, [line.values for line in lines])
-    return [Line(f"{lines[0].row} to {lines[-1].row}", lines[0].data, slopes, verdict(slopes))]
+        by_seed = gaps(base, other, found, measure)
+        lost = sum(outcome(cell.recipes, found, measure).diverged for cell in (base, other))
+        if not by_seed and not lost:
+            continue
+        values, notes = list(by_seed.values()), [f"{lost} diverged"] if lost else []
+        if base.paper and other.paper and measure is ERROR:
+            notes.append(f"the paper {other.paper.mean - base.paper.mean:+.2f}")
+        word = "open" if lost else verdict(values, claim.asks)
+        parts = {name: gaps(base, at.get((place, key)), found, measure) for name, key in claim.controls.items()}
+        whole = {name: part for name, part in parts.items() if word == "yes" and by_seed.keys() <= part.keys()}
+        shares = {name: fmean(part[seed] for seed in by_seed) / fmean(values) for name, part in whole.items()}
+        lines.append(Line(place, values, word, ", ".join(notes), shares))
+        along |= {base.axis.of(base.recipes[0]): by_seed} if base.axis else {}
+    if not claim.grows:
+        return lines
+    slopes = trend(along)
+    return [Line(f"{lines[0].place} to {lines[-1].place}", slopes, verdict(slopes))] if slopes else []
 
 
-def trend(cells: Sequence[Cell], differences: Sequence[Sequence[float]]) -> list[float]:
-    """How much the difference of each seed changes when the quantity on the axis is ten times as large."""
-    x = [log10(cell.axis.of(cell.recipes[0])) for cell in cells if cell.axis]
-    return [linear_regression(x, y).slope for y in zip(*differences, strict=False)]
+def trend(differences: Mapping[float, Mapping[int, float]]) -> list[float]:
+    """How much the difference of each seed changes when the quantity on the axis, the key, is ten times as large.
+
+    >>> trend({1.0: {0: 5.0, 1: 6.0}, 100.0: {1: 10.0, 2: 0.0}})
+    [2.0]
+    """
+    if len(differences) < 2:
+        return []
+    x, seeds = list(map(log10, differences)), set.intersection(*map(set, differences.values()))
+    return [linear_regression(x, [some[seed] for some in differences.values()]).slope for seed in sorted(seeds)]
 
 
 def p_value(values: Sequence[float]) -> float | None:
     """That the mean is 0, by a t-test; None with too few values, or without spread."""
     from scipy.stats import ttest_1samp
 
-    return float(ttest_1samp(values, 0.0).pvalue) if len(values) >= LEAST and len(set(values)) > 1 else None
+    spread = len(values) >= LEAST and max(values) - min(values) > 1e-9  # less is rounding
+    return float(ttest_1samp(values, 0.0).pvalue) if spread else None
 
 
-def verdict(values: Sequence[float], *, less: bool = True) -> str:
-    """What the differences of one line say of the claim that they are negative, or that there are none.
+def verdict(values: Sequence[float], asks: str = "less") -> str:
+    """What the differences of one line say.
 
     >>> [verdict(v) for v in ([-1.0, -1.1, -0.9], [1.0, 1.1, 0.9], [-1.0, 1.0, 0.5], [-1.0, -1.0])]
-    ['reproduced', 'the reverse', 'not certain', 'open']
+    ['yes', 'the reverse', 'not certain', 'open']
     """
     p = p_value(values)
-    if p is None:
-        return "open"
-    if p >= LEVEL:
-        return "not certain" if less else "no difference seen"
-    return "not reproduced" if not less else "reproduced" if fmean(values) < 0 else "the reverse"
+    return "open" if p is None else SAID[asks][2 if p >= LEVEL else fmean(values) > 0]
