@@ -240,8 +240,8 @@ def summed(claim: Claim, lines: Sequence[Line]) -> tuple[str, ...]:
     count = Counter(line.word for line in lines)
     said = [word if len(lines) == 1 else f"{word} on {count[word]} of {len(lines)}" for word in WORDS if count[word]]
     differences = "; ".join(f"{line.place}: {line.difference(claim)}" for line in lines)
-    if len(lines) > SHOWN:
-        means = [fmean(line.values) for line in lines if line.values]
+    means = [fmean(line.values) for line in lines if line.values]
+    if len(lines) > SHOWN and means:
         differences = f"{lines[0].place} to {lines[-1].place}: means from {min(means):+.2g} to {max(means):+.2g}"
     explained = []
     for name in claim.controls:
