@@ -223,16 +223,15 @@ def claims(experiments: Collection[Experiment], found: Found) -> tuple[Table, Ta
     known = {experiment.name: experiment for experiment in experiments}
     said = [(c, lines) for c in CLAIMS if c.experiment in known and (lines := _lines(c, known[c.experiment], found))]
     short = tuple(summed(claim, lines) for claim, lines in said if not claim.aside)
-    rows = [
+    rows = tuple(
         (*((c.text, c.source) if k == 0 else ("", "")), line.place, line.word, line.difference(c), _p([line]))
         for c, lines in said
         for k, line in enumerate(lines)
-    ]
+    )
     head = ("claim", "source", "does it hold?", "difference", "p", "explained by")
     each = ("claim", "source", "on", "does it hold?", "difference", "p")
-    return Table("The paper's claims, and ours", head, short, 6, NOTE), Table(
-        "Claims, line by line", each, tuple(rows), 4
-    )
+    top = Table("The paper's claims, and ours", head, short, len(head), NOTE)
+    return top, Table("Claims, line by line", each, rows, 4)
 
 
 def summed(claim: Claim, lines: Sequence[Line]) -> tuple[str, ...]:
