@@ -170,10 +170,14 @@ def test_rates_are_those_of_table_1_and_its_neighbours() -> None:
 def test_initial_weights_differ_from_table_1_in_the_draw_alone() -> None:
     table = {recipe for c in Variant().cells(EXPERIMENTS["table-1"], unknown) for recipe in c.recipes}
     cells = [c for c in Variant().cells(EXPERIMENTS["initial-weights"], unknown) if c.part == "in full"]
-    assert {c.recipes[0].init for c in cells} == {"torchvision", "torchvision-skeleton"}
+    starts = {
+        "default": "default", "torchvision": "default", "uniform-gains": "default",
+        "skeleton": "skeleton", "torchvision-skeleton": "skeleton", "uniform-gains-skeleton": "skeleton",
+    }  # fmt: skip
+    assert {c.recipes[0].init for c in cells} == set(starts)
+    assert len({c.line for c in cells}) == 6
     for cell in cells:
-        init = {"torchvision": "default", "torchvision-skeleton": "skeleton"}[cell.recipes[0].init]
-        assert {recipe.but(init=init) for recipe in cell.recipes} <= table
+        assert {recipe.but(init=starts[cell.recipes[0].init]) for recipe in cell.recipes} <= table
 
 
 def test_the_baseline_is_the_usual_one_and_its_starts_differ_in_the_init_alone() -> None:
@@ -199,12 +203,17 @@ def test_the_baseline_is_the_usual_one_and_its_starts_differ_in_the_init_alone()
 def test_what_may_explain_our_sgd_differs_from_table_1_in_one_thing() -> None:
     table = {recipe for c in Variant().cells(EXPERIMENTS["table-1"], unknown) for recipe in c.recipes}
     cells = Variant().cells(EXPERIMENTS["sgd-gap"], unknown)
-    assert [(c.recipes[0].precision, c.recipes[0].iterations) for c in cells] == [
+    full, narrow = ([c for c in cells if c.recipes[0].width == width] for width in (64, 16))
+    assert [(c.recipes[0].precision, c.recipes[0].iterations) for c in full] == [
         ("bf16", 64_000), ("tf32", 64_000), ("float32", 64_000), ("bf16", 62_560)
     ]  # fmt: skip
-    for cell in cells:
+    for cell in full:
         assert {recipe.but(precision="bf16", iterations=64_000) for recipe in cell.recipes} <= table
         assert str(cell.paper) == "7.76 ± 0.17 (5)"
+    assert [c.recipes[0].init for c in narrow] == ["default", "torchvision", "uniform-gains"]
+    for cell in narrow:
+        assert {recipe.but(init="default", width=64, iterations=64_000) for recipe in cell.recipes} <= table
+        assert cell.paper is None
 
 
 # What follows from results

@@ -185,6 +185,30 @@ def test_torchvisions_draw_has_six_times_the_variance_and_is_the_seeds() -> None
     assert torch.equal(own.linear.weight, theirs.linear.weight)
 
 
+def test_gains_are_drawn_as_torch_drew_them_before_1_2() -> None:
+    source = feed(load("digits"), "standard", "none")
+    own, old, again, other, skeleton = (
+        initial_model(SMALL.but(model="resnet-10", width=16, init=init, seed=seed), source)
+        for init, seed in (
+            ("default", 0), ("uniform-gains", 0), ("uniform-gains", 0), ("uniform-gains", 1),
+            ("uniform-gains-skeleton", 0),
+        )
+    )  # fmt: skip
+    norms = [name for name, layer in own.named_modules() if isinstance(layer, torch.nn.BatchNorm2d)]
+    gains = torch.cat([old.get_submodule(name).weight for name in norms])
+    assert len(gains) == 720
+    assert 0 <= gains.min() < 0.02
+    assert 0.98 < gains.max() <= 1
+    assert gains.mean().item() == pytest.approx(1 / 2, abs=4 * (1 / 12 / len(gains)) ** 0.5)  # four standard errors
+    for name, p in own.named_parameters():
+        v = old.get_parameter(name)
+        drawn = name.removesuffix(".weight") in norms
+        assert torch.equal(p, v) != drawn
+        assert torch.equal(v, again.get_parameter(name))
+        assert torch.equal(v, skeleton.get_parameter(name)) or p.dim() == 4
+        assert not (drawn and torch.equal(v, other.get_parameter(name)))
+
+
 def test_identity_like_starts_are_what_they_say() -> None:
     source = feed(load("digits"), "standard", "none")
     recipe = SMALL.but(model="resnet-10", width=4)

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
+from itertools import product
 from typing import Any
 
 from gspace.lab.cells import Axis, Cell, Experiment, Grid, Method, Printed, Scores, best, seeds
@@ -242,16 +243,24 @@ def rates(quick: bool, scores: Scores) -> Iterator[Cell]:
                 yield Cell("in full, at the best of these rates", full.model, method, runs, None, f"lr {found.lr:g}")
 
 
+DRAWS = {"torch's weights": "", "torchvision's weights": "torchvision", "gains from U(0, 1)": "uniform-gains"}
+
+
+def _drawn(recipe: Recipe, draw: str) -> Recipe:
+    """The recipe with other initial weights, on which a skeleton is set where the recipe has one."""
+    start = "" if recipe.init == "default" else recipe.init
+    return recipe.but(init="-".join(filter(None, (DRAWS[draw], start))) or "default")
+
+
 def initial_weights(quick: bool, scores: Scores) -> Iterator[Cell]:
     for model in ("plain-34",) if quick else ("plain-34", "resnet-34"):
         base = cifar(model, "cifar10", quick=quick)
-        for method in (SGD, G_SGD, *CONTROLS):
-            full = method.on(base)
-            full = full.but(init="torchvision" if full.init == "default" else f"torchvision-{full.init}")
-            yield Cell("short runs", f"{base.model}, {{iterations}} iterations", method, seeds(brief(full), 1))
+        for draw, method in product(DRAWS, (SGD, G_SGD, *CONTROLS)):
+            full, row = _drawn(method.on(base), draw), f"{base.model}, {draw}"
+            yield Cell("short runs", f"{row}, {{iterations}} iterations", method, seeds(brief(full), 1))
             if not quick:
                 printed = PRINTED.get(("Tab. 1", model, "cifar10", method.key))
-                yield Cell("in full", base.model, method, seeds(full, 3), printed)
+                yield Cell("in full", row, method, seeds(full, 3), printed)
 
 
 SKELETON = replace(FROM_SKELETON, control=False)  # it is asked about here
@@ -303,10 +312,13 @@ def sgd_gap(quick: bool, scores: Scores) -> Iterator[Cell]:
     base = SGD.on(cifar("plain-34", "cifar10", quick=quick))
     epochs = (base.iterations or 0) * 62_560 // 64_000  # 160 of the authors'
     changed = [base.but(precision=name) for name in (("float32",) if quick else ("bf16", "tf32", "float32"))]
+    printed = PRINTED["Tab. 1", "plain-34", "cifar10", "sgd"]
     for recipe in (*changed, base.but(iterations=epochs)):
         row = f"{base.model} in {recipe.precision}, {{iterations}} iterations"
-        printed = PRINTED["Tab. 1", "plain-34", "cifar10", "sgd"]
         yield Cell("test error", row, SGD, seeds(recipe, 1 if quick else 2), printed)
+    for draw in DRAWS:
+        runs = seeds(_drawn(brief(base, width=8 if quick else 16), draw), 1 if quick else 3)
+        yield Cell("narrow networks, {iterations} iterations", f"{base.model}, {draw}", SGD, runs)
 
 
 _CELLS = (table_1, mlp_invariance, path_sgd, signs, resnet_110, regularization, momentum, one_chain, rates)

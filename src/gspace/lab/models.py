@@ -213,14 +213,14 @@ def _skeleton(sign: Any, common: bool = False) -> Init:
     return initialise
 
 
-def _convolutions(purpose: str, change: Callable[[nn.Conv2d, torch.Generator], object]) -> Init:
-    """Changes the weights of every convolution, with random numbers of its own."""
+def _layers(kind: type[nn.Module], purpose: str, change: Callable[[Any, torch.Generator], object]) -> Init:
+    """Changes the weights of every layer of a kind, with random numbers of its own."""
 
     def initialise(model: nn.Module, recipe: Recipe) -> None:
         draws = generator(recipe.seed, "init", purpose)
         with torch.no_grad():
             for layer in model.modules():
-                if isinstance(layer, nn.Conv2d):
+                if isinstance(layer, kind):
                     change(layer, draws)
 
     return initialise
@@ -229,6 +229,11 @@ def _convolutions(purpose: str, change: Callable[[nn.Conv2d, torch.Generator], o
 def _as_torchvision(layer: nn.Conv2d, draws: torch.Generator) -> None:
     """As in torchvision's ResNets, w ~ N(0, 2/fan-out): torch's have a sixth of that variance."""
     nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu", generator=draws)
+
+
+def _uniform(layer: nn.BatchNorm2d, draws: torch.Generator) -> None:
+    """As in torch before 1.2, γ ~ U(0, 1) where it is 1 today. Its other layers draw what they always drew."""
+    nn.init.uniform_(layer.weight, generator=draws)
 
 
 def _add_dirac(layer: nn.Conv2d, draws: torch.Generator) -> None:
@@ -252,19 +257,29 @@ def _delta_orthogonal(layer: nn.Conv2d, draws: torch.Generator) -> None:
     layer.weight.zero_()[:, :, height // 2, width // 2] = matrix
 
 
-def _torchvision_skeleton(model: nn.Module, recipe: Recipe) -> None:
-    INITS["torchvision"](model, recipe)
-    INITS["skeleton"](model, recipe)
+def _one_by_one(*inits: Init) -> Init:
+    def initialise(model: nn.Module, recipe: Recipe) -> None:
+        for init in inits:
+            init(model, recipe)
+
+    return initialise
+
+
+_SKELETON = _skeleton("positive")
+_TORCHVISION = _layers(nn.Conv2d, "torchvision", _as_torchvision)
+_UNIFORM = _layers(nn.BatchNorm2d, "uniform-gains", _uniform)
 
 
 INITS: Mapping[str, Init] = {
     "default": lambda model, recipe: None,  # the network's own
-    "torchvision": _convolutions("torchvision", _as_torchvision),
-    "skeleton": _skeleton("positive"),
-    "torchvision-skeleton": _torchvision_skeleton,
+    "torchvision": _TORCHVISION,
+    "uniform-gains": _UNIFORM,
+    "skeleton": _SKELETON,
+    "torchvision-skeleton": _one_by_one(_TORCHVISION, _SKELETON),
+    "uniform-gains-skeleton": _one_by_one(_UNIFORM, _SKELETON),
     "skeleton-random-signs": _skeleton("random"),
     "skeleton-common-signs": _skeleton("random", common=True),
-    "dirac-added": _convolutions("dirac-added", _add_dirac),
-    "dirac": _convolutions("dirac", _dirac),
-    "delta-orthogonal": _convolutions("delta-orthogonal", _delta_orthogonal),
+    "dirac-added": _layers(nn.Conv2d, "dirac-added", _add_dirac),
+    "dirac": _layers(nn.Conv2d, "dirac", _dirac),
+    "delta-orthogonal": _layers(nn.Conv2d, "delta-orthogonal", _delta_orthogonal),
 }
