@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from gspace.lab.cells import Variant
+from gspace.lab.claims import CLAIMS, Claim, claims, p_value, verdict
 from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import Record
-from gspace.lab.tabulate import CLAIMS, Claim, claims, p_value, verdict
 
 TABLE_1 = EXPERIMENTS["table-1"]
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from gspace.lab.archive import collect, read_records, scores_of
 from gspace.lab.cells import CPU, DATA_NAMES, GPU, LENGTHS, Cell, Experiment, Variant, costs, data_label, guessed, jobs
+from gspace.lab.claims import claims
 from gspace.lab.display import steps
 from gspace.lab.document import Document, Section, Table, code, markdown, page
 from gspace.lab.errors import RecordError
@@ -23,7 +24,7 @@ from gspace.lab.experiments import EXPERIMENTS, FACTS
 from gspace.lab.figures import draw, panels
 from gspace.lab.recipe import Recipe, check_name
 from gspace.lab.record import Record, write_atomic
-from gspace.lab.tabulate import ERROR, Found, claims, outcome, tables, write
+from gspace.lab.tabulate import ERROR, Found, outcome, tables, write
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
