@@ -524,6 +524,17 @@ def test_a_short_logarithmic_axis_has_plain_numbers(high: float, ticks: list[str
     assert texts == ticks if ticks else all("10^" in text for text in texts)
 
 
+def test_long_titles_of_neighbours_do_not_run_into_each_other() -> None:
+    title = "narrow networks, 8,000 iterations: plain-34, torchvision's weights, CIFAR-10"
+    figure = Figure(figsize=(10.4, 3.4), layout="constrained")
+    left, right = (figure.add_subplot(1, 2, k) for k in (1, 2))
+    for axes in (left, right):
+        _panel(axes, Panel(title, "x", "y", (Series("a", ((0.0, (1.0,)), (1.0, (2.0,)))),)))
+    figure.canvas.draw()
+    assert left.title.get_window_extent().x1 < right.title.get_window_extent().x0
+    assert " ".join(left.get_title().split()) == title
+
+
 def test_many_names_stand_below_their_curves() -> None:
     def names_cover(count: int) -> bool:
         axes = Figure(layout="constrained").add_subplot()

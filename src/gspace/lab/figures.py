@@ -5,6 +5,7 @@ from dataclasses import replace
 from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -25,6 +26,7 @@ Points = Mapping[float, Sequence[float]]  # values by x
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#444444")
 DASHES = ("-", "-.", ":")  # of the first curves, and of those whose colour is another's
 MANY = 5  # curves whose names would cover them
+WIDE = 50  # letters of a title that a panel has room for
 
 STYLE = matplotlib.rc_params_from_file(str(files("gspace.lab") / "figures.mplstyle"), use_default_template=False)
 
@@ -116,7 +118,7 @@ def save(figure: Figure, path: Path) -> Path:
 def _panel(axes: Axes, panel: Panel) -> None:
     for series in panel.series:
         _draw(axes, series)
-    axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    axes.set(title=fill(panel.title, WIDE), xlabel=panel.x_label, ylabel=panel.y_label)
     for log, axis in ((panel.log_x, axes.xaxis), (panel.log_y, axes.yaxis)):
         if log:
             axes.set(**{f"{axis.axis_name}scale": "log"})
