@@ -146,8 +146,9 @@ on the same {record["steps"]} batches of {BATCH} digits, in float64. How far are
 
 - Every entry is the median (smallest … largest) over n = {record["seeds"]} seeds of weights, scales and batches.
 - GSGD and InGSpace use `reference="balanced"`.
-- The residual streams of ResNets are rescaled too. Optimizers in G-space follow them (`residual="tie"`) in all rows but
-  the one that says "pin". That is the default, which follows only the scales inside of blocks.
+- The residual streams of ResNets are rescaled too. Optimizers in G-space follow them
+  (`analysis=analyze(model, residual="tie")`). The row that says "pin" has their default, which follows only the scales
+  inside of blocks.
 - Path-SGD takes BatchNorm as the affine map that it is in evaluation mode.
 
 One such pair over 400 steps, training loss (`gspace bench twins`):

@@ -159,7 +159,7 @@ def _on_ray(tasks: Sequence[tuple[list[Recipe], list[Recipe]]], out: Path, sessi
     try:
         import ray
     except ImportError as error:
-        raise DeviceError("--engine ray needs Ray: pip install 'gspace[integrations]'") from error
+        raise DeviceError("--engine ray needs Ray: pip install ray") from error
     try:
         ray.init(on.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     except (ConnectionError, ValueError, RuntimeError) as error:
