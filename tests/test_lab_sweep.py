@@ -14,7 +14,7 @@ import torch
 from gspace.lab import cli
 from gspace.lab.learners import stack_key, stackable
 from gspace.lab.recipe import Recipe
-from gspace.lab.record import CHECKPOINT, Run, read_run
+from gspace.lab.record import CHECKPOINT, METRICS, Run, read_run
 from gspace.lab.sweep import read_queue, run_all, share
 from gspace.lab.train import Session
 
@@ -142,12 +142,20 @@ def test_twelve_runs_on_two_nodes_survive_the_death_of_one(tmp_path: Path, capsy
 @pytest.mark.slow
 def test_the_end_of_the_time_stops_tasks_with_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ray = pytest.importorskip("ray")
-    path = queue(tmp_path, [BASE.but(epochs=100_000.0, seed=seed) for seed in range(2)])
+    path = queue(tmp_path, [BASE.but(epochs=100_000.0, eval_every=10, seed=seed) for seed in range(2)])
     command = ["train", "--queue", str(path), "--out", str(tmp_path / "ray"), "--engine", "ray"]
+
+    def end_the_time() -> None:
+        """Once a run is under way, however long Ray takes to start."""
+        while not any(path.read_bytes() for path in tmp_path.rglob(METRICS)):
+            time.sleep(0.05)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+
     try:
         assert cli.main([*command, "--gpus-per-run", "64"]) == 5
         assert "this machine has fewer" in capsys.readouterr().err
-        assert cli.main([*command, "--minutes", "0.4"]) == 128 + signal.SIGALRM
+        threading.Thread(target=end_the_time, daemon=True).start()
+        assert cli.main([*command, "--minutes", "10"]) == 128 + signal.SIGALRM
     finally:
         ray.shutdown()
     assert "minutes are over with 2 tasks to do; run again to continue" in capsys.readouterr().err
