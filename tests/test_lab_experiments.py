@@ -194,7 +194,7 @@ def test_the_baseline_is_the_usual_one_and_its_starts_differ_in_the_init_alone()
     starts = {"default", "skeleton", "dirac-added", "dirac", "delta-orthogonal"}
     assert {recipe.init for recipe in short} == starts
     assert len({recipe.but(init="default", pin="none") for recipe in short}) == 2  # two networks on CIFAR-100
-    assert {c.recipes[0].lr for c in cells if c.recipes[0].batch_norm == "exact"} == {0.1, 0.3, 1.0}
+    assert {c.recipes[0].lr for c in cells if c.recipes[0].batch_norm == "exact"} == {0.1, 0.3, 1.0, 3.0}
     longer = [cell for cell in cells if cell.recipes[0].iterations == 16_000]
     assert sorted({cell.method.key for cell in longer}) == ["sgd", "sgd-skeleton"]
     assert sum(len(cell.recipes) for cell in longer) == 24
@@ -267,7 +267,7 @@ def test_the_best_start_over_both_networks_is_run_further(winner: str) -> None:
     assert len(longer) == 4 * 4 + 2  # exact on ResNet-34 alone
     chosen = {cell.method.key: (cell.recipes[0].lr, cell.recipes[0].weight_decay) for cell in longer}
     assert chosen.pop("gsgd") == (0.1, 1e-4)  # the smaller decay won
-    assert chosen.pop("gsgd-exact") == (1.0, 0.0)
+    assert chosen.pop("gsgd-exact") == (3.0, 0.0)
     assert set(chosen.values()) == {(0.1, 5e-4)}
 
 

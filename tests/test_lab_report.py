@@ -535,6 +535,15 @@ def test_long_titles_of_neighbours_do_not_run_into_each_other() -> None:
     assert " ".join(left.get_title().split()) == title
 
 
+def test_a_curve_of_one_run_has_no_band() -> None:
+    axes = Figure().add_subplot()
+    one, two = (Series("a", ((0.0, y), (1.0, y))) for y in ((1.0,), (1.0, 2.0)))
+    _panel(axes, Panel("title", "x", "y", (one,)))
+    assert not axes.collections
+    _panel(axes, Panel("title", "x", "y", (two,)))
+    assert len(axes.collections) == 1
+
+
 def test_many_names_stand_below_their_curves() -> None:
     def names_cover(count: int) -> bool:
         axes = Figure(layout="constrained").add_subplot()

@@ -277,7 +277,7 @@ def _tries(method: Method, name: str, values: Sequence[float]) -> list[Method]:
     ]
 
 
-DECAYS, EXACT_RATES = _tries(G_SGD, "weight_decay", (5e-4, 1e-4)), _tries(EXACT, "lr", (0.1, 0.3, 1.0))
+DECAYS, EXACT_RATES = _tries(G_SGD, "weight_decay", (5e-4, 1e-4)), _tries(EXACT, "lr", (0.1, 0.3, 1.0, 3.0))
 
 
 def baseline(quick: bool, scores: Scores) -> Iterator[Cell]:

@@ -141,4 +141,5 @@ def _draw(axes: Axes, series: Series) -> None:
     style: dict[str, Any] = {"color": COLOURS[series.hue % len(COLOURS)], "label": series.label}
     dashes = "--" if series.control else DASHES[series.hue // len(COLOURS) % len(DASHES)]
     axes.plot(x, y, dashes, marker="o" if len(x) <= 12 else None, markersize=3, linewidth=series.width, **style)
-    axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    if low != high:  # a band of one run has no width
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
