@@ -215,6 +215,16 @@ def test_means_in_fidelity_are_those_of_the_report(report: str) -> None:
     assert [number for number in said if number not in report] == []
 
 
+def test_the_best_point_of_a_curve_is_worth_what_fidelity_says(records: list[Record]) -> None:
+    text = " ".join((ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").split())
+    table = (cell for cell in EXPERIMENTS["table-1"].cells(False, lambda recipe: None) if cell.method.key == "sgd")
+    ended = {record.recipe: record.summary for record in records if record.summary is not None}
+    sums = [[ended[recipe] for recipe in cell.recipes if recipe in ended] for cell in table]
+    worth = [fmean(100 * (some["test_error"] - some["best_test_error"]) for some in cell) for cell in sums]
+    assert len(worth) == 4
+    assert f"of our SGD is {min(worth):.1f} to {max(worth):.1f} below the last one" in text
+
+
 def test_means_in_the_readme_are_those_of_the_report(report: str) -> None:
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split("## Results")[1].split("##")[0].split())
     said = re.findall(r"\d+\.\d+ ± \d+\.\d+", text)
