@@ -316,9 +316,6 @@ def sgd_gap(quick: bool, scores: Scores) -> Iterator[Cell]:
     for recipe in (*changed, base.but(iterations=epochs)):
         row = f"{base.model} in {recipe.precision}, {{iterations}} iterations"
         yield Cell("test error", row, SGD, seeds(recipe, 1 if quick else 2), printed)
-    for draw in DRAWS:
-        runs = seeds(_drawn(brief(base, width=8 if quick else 16), draw), 1 if quick else 3)
-        yield Cell("narrow networks, {iterations} iterations", f"{base.model}, {draw}", SGD, runs)
 
 
 _CELLS = (table_1, mlp_invariance, path_sgd, signs, resnet_110, regularization, momentum, one_chain, rates)
