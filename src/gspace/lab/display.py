@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def seen() -> bool:
-    return sys.stderr.isatty() or bool(os.environ.get("FORCE_COLOR"))
+    """Whether bars can be drawn, and somebody would see them."""
+    return find_spec("rich") is not None and (sys.stderr.isatty() or bool(os.environ.get("FORCE_COLOR")))
 
 
 def bars() -> "Bars":
@@ -38,11 +39,10 @@ def bars() -> "Bars":
 @contextmanager
 def display(total: int, *, quiet: bool = False) -> "Iterator[Watch | None]":
     """A bar of all runs that names the one in progress, or lines on standard output; with `quiet`, nothing."""
-    shown = bars()
-    if quiet or shown.disable:
+    if quiet or not seen():
         yield None if quiet else show
         return
-    with shown:
+    with bars() as shown:
         bar = shown.add_task("", total=total, note="")
         parts: dict[tuple[Recipe, ...], float] = {}
 
@@ -70,11 +70,10 @@ def show(told: "Moment") -> None:
 @contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
     """A bar of so many steps, none if there are none; is told what comes next."""
-    if not total or not seen() or find_spec("rich") is None:
+    if not total or not seen():
         yield lambda name: None
         return
-    shown = bars()
-    with shown:
+    with bars() as shown:
         task = shown.add_task("", total=total, note="")
         yield lambda name: shown.update(task, description=name, advance=1)
 
