@@ -502,7 +502,8 @@ def test_the_bars_show_the_run_in_progress(capsys: pytest.CaptureFixture[str], m
 def test_a_log_has_a_line_per_point_and_no_bars(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)  # as if it were not installed
+    for name in ("rich", "rich.console"):  # as if it were not installed
+        monkeypatch.setitem(sys.modules, name, None)
     recipe = Recipe(epochs=1.0)
     with display.display(2) as watch, display.steps(2) as begin:
         assert watch is not None
