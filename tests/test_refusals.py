@@ -94,12 +94,13 @@ def test_what_cannot_be_followed_is_refused_in_one_line(name: str) -> None:
         ({"residual": "both"}, "residual must be 'pin' or 'tie', got 'both'"),
         ({"pin": ["layer9"]}, "the model has no module 'layer9'"),
         ({"pin": "2.weigth"}, r"the model has no module '2\.weigth'; did you mean '2\.weight'\?"),
+        ({"pin": 3}, r"pin takes names of modules, got \[3\]"),
         ({"modes": ("test",)}, "modes are 'train', 'eval' or both"),
         ({"modes": ()}, "modes are 'train', 'eval' or both"),
     ],
 )
 def test_options_that_do_not_exist_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         gspace.analyze(mlp(5, 7, 6, 3), X, **options)
 
 

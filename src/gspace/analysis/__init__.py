@@ -149,7 +149,8 @@ def modules_of(model: nn.Module) -> dict[str, str]:
     """
     found = {}
     for name, m in model.named_modules(remove_duplicate=False):
-        told = {key: _said(v) for key, v in vars(m).items() if key not in HELD and "checkpoint" not in key}
+        own = {} if isinstance(m, torch.jit.ScriptModule) else vars(m)  # that of a copy has others
+        told = {key: _said(v) for key, v in own.items() if key not in HELD and "checkpoint" not in key}
         known = {key: v for key, v in told.items() if v}
         found[name] = f"{sharding.class_of(m).__module__}.{sharding.class_of(m).__qualname__} {known}"
     return found
@@ -190,7 +191,7 @@ def refuse(model: nn.Module) -> None:
 
 
 def _known(pin: Iterable[str], model: nn.Module) -> set[str]:
-    listed = [pin] if isinstance(pin, str) else list(pin)
+    listed = list(pin) if isinstance(pin, Iterable) and not isinstance(pin, str) else [pin]
     if not all(isinstance(name, str) for name in listed):
         raise TypeError(f"pin takes names of modules, got {listed!r}")
     names = {_bare(name) for name in listed}

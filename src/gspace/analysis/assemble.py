@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis.equations import ANY, Equations, pairs
+from gspace.analysis.equations import ANY, Equations, pairs, squash
 from gspace.analysis.follow import Follow
 from gspace.analysis.memory import key_of
 from gspace.analysis.result import Analysis, Edges, Form, Pin, Residual, Statistic, UnitGroup, ids_of, plain, renumbered
@@ -84,7 +84,9 @@ def _transparent(follow: Follow) -> Equations:
     shifted = [leaf.head.content for leaf in follow.positions if leaf.shift]
     equations.ground(*follow.absorbed, *follow.untrained, *shifted)  # what other norms divide out is exact at no ε
     for first, second in follow.weights.repeats:
-        if [t.shape for t in first] == [t.shape for t in second]:
+        given = zip(first, second, strict=True)
+        least = [[squash(equations.find(t))[0].shape for t in use] for use in (first, second)]  # parts are kept whole
+        if all(a.shape == b.shape for a, b in given) or least[0] == least[1]:
             for one, other in zip(first, second, strict=True):
                 equations.tie(one, other)
         else:

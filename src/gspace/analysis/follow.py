@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
-from gspace.analysis.forward import Inputs, arguments, attributes, set_mode, tensors_in
+from gspace.analysis.forward import Inputs, arguments, attributes, copied, set_mode, tensors_in
 from gspace.analysis.memory import Memory, Raw, geometry, key_of
 from gspace.analysis.result import Pin
 from gspace.analysis.run import Run, called, written
@@ -96,8 +96,8 @@ class Follow(Run):
                 self.memory.write(p.detach().as_strided((n,), (1,), 0), Raw(key_of(p), (n,), (1,), 0))
 
     def unread(self) -> list[nn.Parameter]:
-        """Parameters that no run has read."""
-        return [leaf.parameter for leaves in self.weights.leaves.values() for leaf in leaves if not leaf.kinds]
+        """Parameters that no run has read, or only to multiply zeros: those of another batch may be none."""
+        return [leaf.parameter for leaves in self.weights.leaves.values() for leaf in leaves if leaf.kinds <= {"zero"}]
 
     def misses_experts(self) -> bool:
         """Whether a parameter was not read, or one of several in one tensor was not."""
@@ -119,6 +119,9 @@ class Follow(Run):
 
     def _once(self, example: Inputs) -> None:
         self.position = 0
+        self.memory.keep({*self.parameters, *self.statistics})  # no scale follows what else an earlier run has left
+        torch.clear_autocast_cache()
+        example = copied(dict(example) if isinstance(example, Mapping) else example, {})
         self.given(tensors_in(arguments(example), caches=True))
         known = {id(t) for t in attributes(self.model)}
         out = called(self, self.model, example)
@@ -129,9 +132,9 @@ class Follow(Run):
             for t in tensors_in(out):
                 self.pin(self.ids(t), "an output of the model", "output")
             left = [t for t in attributes(self.model) if id(t) not in known]  # for others to read: as good as an output
-            for t in [*left, *self.model.buffers()]:
+            for t in [*left, *self.model.buffers(), *tensors_in(arguments(example))]:
                 if self.depends_on_data(t) and key_of(t) not in self.statistics:
-                    self.pin(self.ids(t), "kept in an attribute of the model", "attribute")
+                    self.pin(self.ids(t), "kept where others may read it", "attribute")
 
     # Shadows ----------------------------------------------------------------------------------------------------------
 

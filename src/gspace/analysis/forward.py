@@ -7,7 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from contextlib import ExitStack, contextmanager, suppress
-from types import NoneType
+from types import ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -47,6 +47,17 @@ def arguments(example_input: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         case tuple() | list():
             return tuple(example_input), {}
     raise TypeError(f"example_input must be a Tensor, a tuple or a dict of inputs, got {type(example_input).__name__}")
+
+
+def copied(value: Any, made: dict[int, Tensor]) -> Any:
+    """A batch with other tensors, for a model that writes into its inputs; what was one tensor stays one."""
+    if type(value) in (list, tuple):
+        return type(value)(copied(part, made) for part in value)
+    if type(value) is dict:
+        return {key: copied(part, made) for key, part in value.items()}
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and id(value) not in made:
+        made[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
+    return made.get(id(value), value)
 
 
 def tensors_in(value: Any, *, caches: bool = False) -> list[Tensor]:
@@ -95,11 +106,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Attributes, buffers, gradients, flags, generators and torch's fast paths are afterwards what they were before."""
     with ONE_AT_A_TIME, ExitStack() as later:
         modules, parameters, buffers = list(model.modules()), list(model.parameters()), list(model.buffers())
-        held = _held([vars(m) for m in modules])
+        held = _held([d for m in modules for d in (vars(m), *_objects(m))])
         empty = [value for value in held if isinstance(value, CONTAINERS) and not value]  # most of what a module has
         ways = [_way_back(value) for value in held if not isinstance(value, CONTAINERS) or value]
         ways += [(_restore_parameter, p, p.data, p.grad, p.requires_grad) for p in parameters]
-        ways += [(_restore, b, b.detach().clone()) for b in buffers if not b.is_meta and b.layout is torch.strided]
+        kept = [t for t in (*buffers, *attributes(model)) if not t.is_meta and t.layout is torch.strided]
+        ways += [(_restore, t, t.detach().clone()) for t in kept]
+        ways += [(setattr, m, "training", m.training) for m in modules if isinstance(m, torch.jit.ScriptModule)]
         later.callback(_go_back, ways, empty)
         for m in modules:
             if vars(m).get("_compiled_call_impl") is not None:
@@ -222,12 +235,19 @@ def attributes(model: nn.Module) -> list[Tensor]:
     """Tensors that modules hold outside of their parameters and buffers."""
     found: list[Tensor] = []
     for m in model.modules():
-        for value in [value for name, value in vars(m).items() if name not in HELD]:
+        own = {name: value for name, value in vars(m).items() if name not in HELD}
+        for value in [v for d in (own, *_objects(m)) for v in d.values()]:
             if isinstance(value, Tensor):
                 found.append(value)
             elif isinstance(value, (dict, list, tuple, deque)) and value:
                 found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     return found
+
+
+def _objects(module: nn.Module) -> list[dict[str, Any]]:
+    """What plain objects hold that are attributes of a module: a model may keep its state there."""
+    values = (value for name, value in vars(module).items() if name not in HELD and hasattr(value, "__dict__"))
+    return [vars(value) for value in values if not callable(value) and not isinstance(value, (Tensor, ModuleType))]
 
 
 HELD = frozenset(vars(nn.Module()))  # what every module has

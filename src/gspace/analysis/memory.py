@@ -6,7 +6,7 @@ copy of one, is `Raw`: a place in the parameter, for which no node is made befor
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -140,7 +140,7 @@ class Memory:
         if shadow is None or shadow.itemsize != t.element_size():
             return None
         if not t.numel():
-            return self._blank(t)[:1].expand(t.shape)
+            return self._blank(t).new_zeros(t.shape)
         if isinstance(shadow.content, Raw):
             found = shadow.content.seen(geometry(t), shadow.place)
             if found is not None:
@@ -180,6 +180,10 @@ class Memory:
             known.write(place, new.expand(place[0]))
             place = known.place
         self.shadows[key] = Shadow(StorageWeakRef(storage), t.element_size(), place, known)
+
+    def keep(self, keys: Container[int]) -> None:
+        """Drops the shadows of all other storages."""
+        self.shadows = {key: shadow for key, shadow in self.shadows.items() if key in keys}
 
     def forget(self) -> None:
         """Drops the shadows of storages that are gone."""

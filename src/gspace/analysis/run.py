@@ -145,7 +145,10 @@ class Run(TorchDispatchMode):
             if key_of(t) in self.parameters and t.numel():
                 raise written(self.parameters[key_of(t)])
         result: Any = None
-        if not is_view and (name in self.creates or any(t in self.memory for t in tensors)):
+        silent = is_view
+        if not all(t.numel() for t in tensors):  # an expert that no row reaches says nothing of its weights
+            silent = not any(t.numel() for t in targets or tensors_among([func(*args, **kwargs)]))
+        if not silent and (name in self.creates or any(t in self.memory for t in tensors)):
             self.operation = name
             if name not in self.rules and (others := decomposition(func)) is not None:
                 with self:
@@ -159,7 +162,7 @@ class Run(TorchDispatchMode):
         outs = tensors_among(out if isinstance(out, (tuple, list)) else [out])
         if name not in self.rules:  # it may write into what it does not return
             outs += [t for t in targets if not any(t is known for known in outs)]
-        if result is not None or (writes and not is_view and any(t in self.memory for t in outs)):
+        if result is not None or (writes and not silent and any(t in self.memory for t in outs)):
             self.settle(name, tensors, outs, result if isinstance(result, list) else [result] * len(outs))
         self._taint(torch.Tag.nondeterministic_seeded in func.tags, name, tensors, outs)
         return out

@@ -219,7 +219,7 @@ def layout(leaf: Leaf, equations: Equations) -> tuple[Tensor, Tensor, bool, int]
     seen, head, tail = (plane.read(leaf.place) for plane in (leaf.seen, leaf.head, leaf.tail))
     head, tail = equations.find(head), equations.find(tail)
     for d in leaf.table:
-        rows = seen.transpose(0, d).flatten(1).any(1).nonzero()[:, 0]
+        rows = seen.transpose(0, d).reshape(seen.shape[d], -1).any(1).nonzero()[:, 0]
         some = [t if t.shape[d] == 1 else t.index_select(d, rows) for t in (seen, head, tail)]
         if all(constant(t, d) for t in some):
             seen, head, tail = (t.narrow(d, 0, 1) for t in some)

@@ -1,0 +1,172 @@
+"""What a call of the model leaves behind, in buffers, attributes and its input: the next one must not believe it."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gspace
+from moved import moved
+from parts import EXACT, Net, normal
+
+X, OTHER = normal(6, 4), 2 * normal(6, 4)
+
+
+class Keeps(nn.Module):
+    """Writes a buffer in training, made of its first weight, and reads it in both modes."""
+
+    def __init__(self, made: Callable[[Tensor], Tensor], used: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.o, self.made, self.used = nn.Linear(4, 5), nn.Linear(5, 3), made, used
+        self.register_buffer("kept", made(self.a.weight.detach()).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.kept.copy_(self.made(self.a.weight.detach()))
+        return self.o(F.relu(F.linear(x, self.used(self.a.weight, self.kept), self.a.bias)))
+
+
+KEPT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "a copy": (torch.clone, lambda w, kept: kept),
+    "the range of each row": (lambda w: w.abs().amax(1, True), lambda w, kept: w / kept),
+    "the norm of all": (torch.linalg.vector_norm, lambda w, kept: w / kept),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_training_keeps_of_a_weight_is_not_rescaled(name: str) -> None:
+    """In evaluation it is what it was: no unit is free."""
+    torch.manual_seed(0)
+    model = Keeps(*KEPT[name]).double()
+    found = gspace.analyze(model, X)
+    assert found.H == 0
+    assert max(moved(model, (OTHER,), found).values()) <= EXACT
+
+
+def test_a_model_may_write_into_its_input() -> None:
+    def doubled(s: Any, x: Tensor) -> Tensor:
+        return s.o(F.relu(s.a(x.mul_(2))))
+
+    model, x = Net(doubled, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double(), X.clone()
+    assert gspace.analyze(model, x).H == 5
+    assert torch.equal(x, X)
+    returned = Net(lambda s, x, y: (s.o(F.relu(s.a(x))), y.copy_(s.a(x)))[0], a=model.a, o=model.o)
+    assert gspace.analyze(returned, (x, normal(6, 5))).H == 0  # the caller sees what it wrote
+
+
+def test_state_in_a_plain_object_is_put_back() -> None:
+    def recurrent(s: Any, x: Tensor) -> Tensor:
+        s.state.h = torch.tanh(s.a(x) + s.state.h).detach()
+        s.state.past[0].add_(1.0)
+        return s.o(F.relu(s.a(x)))
+
+    state = SimpleNamespace(h=torch.zeros(5).double(), past=[torch.zeros(5)])
+    before = state.h
+    model = Net(recurrent, a=nn.Linear(4, 5), o=nn.Linear(5, 3), state=state).double()
+    gspace.analyze(model, X)
+    assert state.h is before
+    assert not state.past[0].any()
+
+
+def test_what_a_plain_object_keeps_is_read_by_others() -> None:
+    def watched(s: Any, x: Tensor) -> Tensor:
+        s.log.loss = s.a(x).square().mean()
+        return s.o(F.relu(s.a(x)))
+
+    model = Net(watched, a=nn.Linear(4, 5), o=nn.Linear(5, 3), log=SimpleNamespace()).double()
+    assert gspace.analyze(model, X).H == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*(jit|deprecated)")
+def test_scripted_parts_stay_in_their_mode() -> None:
+    inside = torch.jit.script(nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.ReLU()))
+    model = nn.Sequential(inside, nn.Linear(5, 3)).double()
+    found = gspace.analyze(model, X)
+    assert [m.training for m in model.modules()] == [True] * 6
+    assert found.H == 5
+    assert max(moved(copy.deepcopy(model), (OTHER,), found).values()) <= EXACT  # an analysis is that of copies, too
+
+
+# What a batch does not show -------------------------------------------------------------------------------------------
+
+
+def test_a_call_on_no_rows_says_nothing_of_its_weights() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    found = gspace.analyze(model, X[:0])
+    assert (found.H, sum(found.unseen.values())) == (0, found.m)
+    assert gspace.analyze(model, [X[:0], X]).H == 5
+
+
+class Routed(nn.Module):
+    """Each row goes to the expert that its first entries choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 3)
+        for k, expert in enumerate(self.experts):
+            (rows,) = (x[:, :3].argmax(1) == k).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+def test_an_expert_that_gets_no_row_is_tried_with_other_batches() -> None:
+    model = Routed().double()
+    found = gspace.analyze(model, X[:1])
+    assert (found.H, found.unseen) == (15, {})
+    assert max(moved(model, (OTHER,), found).values()) <= EXACT
+
+
+def test_weights_that_only_multiply_zeros_are_unseen() -> None:
+    """Of a hidden state that begins at 0 they are seen from the second step on."""
+
+    def recurrent(s: Any, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 5)
+        for step in x.unbind(1):
+            h = F.relu(s.a(step) + s.r(h))
+        return s.o(h)
+
+    model = Net(recurrent, a=nn.Linear(4, 5), r=nn.Linear(5, 5, bias=False), o=nn.Linear(5, 3)).double()
+    short, long = X[:, None], X[:, None].repeat(1, 3, 1)
+    assert gspace.analyze(model, short).unseen == {"r.weight": 25}
+    found = gspace.analyze(model, [short, long])
+    assert (found.H, found.unseen) == (5, {})
+    assert max(moved(model, (2 * long,), found).values()) <= EXACT
+
+
+def test_a_part_of_a_vector_can_be_read() -> None:
+    model = Net(lambda s, x: s.o(F.relu(s.a(x) + s.p[:5])), a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double()
+    model.p = nn.Parameter(normal(7))
+    found = gspace.analyze(model, X)
+    assert (found.H, found.unseen) == (5, {"p": 2})
+    found = gspace.analyze(model, X, pin=["p"])
+    assert (found.H, found.unseen) == (0, {})
+
+
+# Parts of one weight --------------------------------------------------------------------------------------------------
+
+
+def slim(*widths: int) -> Net:
+    """One weight, of which each of the widths is a network."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return sum(F.linear(F.relu(F.linear(x, s.a[:k])), s.o[:, :k]) for k in widths)
+
+    return Net(forward, a=nn.Parameter(normal(6, 4)), o=nn.Parameter(normal(3, 6)))
+
+
+@pytest.mark.parametrize("widths", [(6, 3), (3, 6), (2, 3, 6), (2, 6, 3)])
+def test_parts_of_a_weight_are_units_in_any_order(widths: tuple[int, ...]) -> None:
+    found = gspace.analyze(slim(*widths), X)
+    assert (found.H, found.H_paper) == (6, 6)
+    inside = partial(gspace.GSGD, lr=0.01, reference="balanced")
+    batches = [(X, torch.arange(6) % 3)] * 5
+    assert gspace.invariance_gap(inside, slim(*widths), batches).final <= 1e-10
