@@ -85,6 +85,11 @@ def sequence(*layers: nn.Module) -> Callable[[], nn.Module]:
     return partial(deepcopy, nn.Sequential(*layers))
 
 
+def _ends(x: Tensor) -> Tensor:
+    """The one of 3 rows that each row of a batch is added to."""
+    return (torch.arange(len(x)) % 3)[:, None]
+
+
 def net(forward: Callable[..., Tensor], **shapes: tuple[int, ...]) -> Callable[[], nn.Module]:
     """A network as one function of linear layers (in, out) and of parameters of other shapes (a list)."""
 
@@ -347,6 +352,31 @@ WAYS = (
         free=4,
         why="columns are not told apart where data choose rows",
     ),
+    # Rows are added up where an index of rows says, the same for each entry: 5.
+    Module(
+        "scattered-rows",
+        net(
+            lambda n, x: n.b(x.new_zeros(3, 5).scatter_add(0, _ends(x).expand(-1, 5), F.relu(n.a(x)))),
+            a=(4, 5),
+            b=(5, 3),
+        ),
+        VECTOR,
+        5,
+    ),
+    Module(
+        "scattered-entries",
+        net(
+            lambda n, x: n.b(x.new_zeros(3, 5).scatter_add(0, _ends(x).repeat(1, 5), F.relu(n.a(x)))),
+            a=(4, 5),
+            b=(5, 3),
+        ),
+        VECTOR,
+        1,
+        free=4,
+        why="columns are not told apart where each entry has an index of its own",
+    ),
+    # The second smallest of the rows, in each of 5 columns.
+    Module("kthvalue", net(lambda n, x: n.b(n.a(x).abs().kthvalue(2, 0, True).values), a=(4, 5), b=(5, 3)), VECTOR, 5),
     # A tanh pins what goes in; 6 behind it.
     Module("tanh", sequence(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)), VECTOR, 6),
 )

@@ -56,7 +56,11 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str | None], ...] = (
     ("index_add scatter scatter_add scatter_reduce", rules.collected, UNKNOWN),
     # reductions
     ("sum mean amax amin max min", rules.reduced, paths.reduced),
-    ("norm linalg_vector_norm std var var_mean std_mean median nanmedian aminmax nansum", rules.reduced, UNKNOWN),
+    (
+        "norm linalg_vector_norm std var var_mean std_mean median nanmedian kthvalue mode aminmax nansum",
+        rules.reduced,
+        UNKNOWN,
+    ),
     ("argmax argmin argsort", rules.along, paths.nothing),
     ("cumsum sort topk cummax cummin", rules.along, UNKNOWN),
     (

@@ -147,9 +147,20 @@ def collected(s: Follow, c: Call) -> Nodes:
     x, rows = s.ids(c["self"]), s.ids(c.get("values", "source", "src", "value"))
     if c.name == "index_put" and not c["accumulate"] and not any(s.unknown(i) for i in c["indices"]):
         return torch.ops.aten.index_put(x.contiguous(), tree_map(_here, c["indices"]), rows)
-    dims = [c["dim"]] if c.name == "index_add" else None  # a scatter has an index for every entry
+    dims = [c["dim"]] if c.name == "index_add" or _by_rows(c) else None  # a scatter has an index for every entry
     one, other = s.reduce(x, dims), s.reduce(rows, dims)
     return s.tied(one, other if dims else other.reshape(()))
+
+
+def _by_rows(c: Call) -> bool:
+    """Whether a scatter moves whole rows: its index is that of a row, expanded over the entries."""
+    x, index, rows = c["self"], c.get("index"), c.get("src")
+    if not (isinstance(index, Tensor) and isinstance(rows, Tensor) and x.dim() == index.dim() == rows.dim() > 0):
+        return False
+    ends = zip(x.shape, index.shape, rows.shape, index.stride(), strict=True)
+    return all(
+        d == c["dim"] % x.dim() or (a == n == b and step * (n - 1) == 0) for d, (a, n, b, step) in enumerate(ends)
+    )
 
 
 # Arithmetic -----------------------------------------------------------------------------------------------------------
