@@ -327,6 +327,31 @@ def test_bad_input_is_one_clear_line(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_weights_that_are_not_finite_are_refused_before_anything_changes(value: float) -> None:
+    net, x = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(5, 6)
+    net[1].weight.data[0, 0] = value
+    before = deepcopy(net.state_dict())
+    for call in (
+        lambda: gspace.equalize_(net, "max-abs", example_input=x),
+        lambda: gspace.equalize_(net, "l2", example_input=x),
+        lambda: gspace.smooth_(net, x),
+        lambda: gspace.check_mappings(net, [("1", ["3"])], x),
+    ):
+        with pytest.raises(ValueError, match=r"^1\.weight is not finite"):
+            call()
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_weights_of_the_ends_of_float64_are_equalized() -> None:
+    """The ratio of two weights may overflow, their scale does not."""
+    net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False)).double()
+    net[0].weight.data.fill_(1e-200)
+    net[2].weight.data.fill_(1e200)
+    gspace.equalize_(net, example_input=torch.ones(1, 2, dtype=torch.float64), tolerance=1e-9)
+    torch.testing.assert_close(*(net[k].weight.detach().amax() for k in (0, 2)), rtol=1e-8, atol=0)
+
+
 def test_scales_and_tables_do_not_follow_the_default_device() -> None:
     x, found = torch.randn(5, 4, dtype=torch.float64), []
     for device in ("cpu", "meta"):

@@ -20,6 +20,7 @@ from gspace.analysis import Analysis, Edges, Inputs, TraceError
 from gspace.analysis.examples import attempted, first_line
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.analysis.result import starred
+from gspace.optim.arguments import require_finite
 from gspace.quantization.find import examined, layer
 from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, Side, common, multiply_
@@ -218,6 +219,7 @@ class _Trial:
     """A float64 copy of the model, its output, and what an entry does to it."""
 
     def __init__(self, model: nn.Module, found: Analysis, example_input: Any, seed: int) -> None:
+        require_finite(model)
         self.model = deepcopy(model).double()
         self.parameters = dict(self.model.named_parameters())
         self.edges = [(e, layer(e.name, self.parameters)) for e in found.edges]
