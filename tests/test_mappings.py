@@ -36,6 +36,17 @@ class SquaredReLU(nn.Module):
         return self.down(torch.relu(self.up(x)).square())
 
 
+class Gain(nn.Module):
+    """x · w with a parameter w of any shape."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full(shape, 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.w
+
+
 class Experts(nn.Module):
     """Two experts as modules of their own, and the router that weighs them."""
 
@@ -210,6 +221,17 @@ def test_experts_need_their_router() -> None:
     assert line.startswith("'gate' reads the scale of 'norm' too and is missing; applied, the output moves by")
     (line,) = gspace.check_mappings(net, [("norm", readers[:2])], x)
     assert line.startswith("'experts.1.up' reads")
+
+
+@pytest.mark.parametrize("hidden", [nn.Linear(6, 1), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), Gain())])
+def test_smoothing_a_single_channel(hidden: nn.Module) -> None:
+    """The weights behind it are read column by column, and each column has that channel."""
+    x = torch.randn(5, 6, dtype=torch.float64)
+    net = nn.Sequential(hidden, nn.ReLU(), nn.LazyLinear(20)).double()
+    before = outputs(net, x)
+    gspace.smooth_(net, x, 1.0, [m for m in gspace.mappings(net, x) if m.size == 1])
+    assert moved(before, outputs(net, x)) < 1e-12
+    assert float(outputs(net[:2], x).abs().max()) == pytest.approx(1)
 
 
 def test_a_layer_that_is_not_homogeneous() -> None:

@@ -187,8 +187,8 @@ def _sizes(parameters: Table[str, Tensor], sides: Iterable[Side]) -> dict[str, T
 def _largest(m: Mapping, sides: Sequence[Side], sizes: Table[str, Tensor]) -> tuple[Tensor, float]:
     """The largest |w| of each channel, and its power; biases are left out where there are weights."""
     sides = [s for s in sides if sizes[s.parameter].dim() > 1] or sides
-    values = [sizes[s.parameter][s.slice].movedim(s.dim, 0) for s in sides]
-    return _by_channel(m, sides, [v.reshape(len(v), -1).amax(1) for v in values]), max(abs(s.exponent) for s in sides)
+    values = [sizes[s.parameter][s.slice].movedim(s.dim, 0).reshape(len(s.channels), -1).amax(1) for s in sides]
+    return _by_channel(m, sides, values), max(abs(s.exponent) for s in sides)
 
 
 def _by_channel(m: Mapping, sides: Sequence[Side], values: Sequence[Tensor]) -> Tensor:
