@@ -99,7 +99,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "NaN, build": (lambda: gspace.build_skeleton(with_nan(), gspace.analyze(net())), ValueError, "2.weight is not fin"),
     "NaN, balance": (lambda: gspace.balance_(with_nan()), ValueError, "2.weight holds weights that are not finite"),
     "NaN, norm": (lambda: gspace.basis_path_norm(with_nan()), ValueError, "2.weight is not finite"),
-    "NaN, equalize": (lambda: gspace.equalize_(with_nan()), ValueError, "2.weight holds values that are not finite"),
+    "NaN, equalize": (lambda: gspace.equalize_(with_nan()), ValueError, "2.weight is not finite"),
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import gspace
 from gspace.lab import cli
@@ -34,6 +35,28 @@ class SquaredReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(x)).square())
+
+
+class Gain(nn.Module):
+    """x · w with a parameter w of any shape."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full(shape, 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.w
+
+
+class LayerScale(nn.Module):
+    """head(x + fc2(relu(fc1(x))) · γ), whose γ reads the scale of fc2."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.gamma, self.head = nn.Linear(6, 8), nn.Linear(8, 6), Gain(*shape), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.gamma(self.fc2(self.fc1(x).relu())))
 
 
 class Experts(nn.Module):
@@ -212,6 +235,64 @@ def test_experts_need_their_router() -> None:
     assert line.startswith("'experts.1.up' reads")
 
 
+SHAPES = [(6,), (1,), (), (1, 6)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_table_whose_reader_is_a_vector_or_a_number_is_exact(shape: tuple[int, ...]) -> None:
+    net, x = LayerScale(*shape), torch.randn(5, 6)
+    found = gspace.mappings(net, x)
+    assert [(m.kind, m.balance_layers) for m in found] == [("relu", ("fc2",)), ("linear", ("gamma.w",))]
+    assert gspace.check_mappings(net, found, x) == []
+    (line,) = gspace.check_mappings(net, [("fc1", ["gamma.w"])], x)[1:]
+    assert line.startswith("'gamma.w' does not read the scale of 'fc1'")
+
+
+@pytest.mark.parametrize("by", ["max-abs", "l2"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_gain_of_any_shape_is_equalized(shape: tuple[int, ...], by: Any) -> None:
+    x = torch.randn(5, 6, dtype=torch.float64)
+    for net in (LayerScale(*shape), nn.Sequential(nn.Linear(6, 6), nn.ReLU(), Gain(*shape), nn.Linear(6, 9))):
+        before = outputs(net.double(), x)
+        assert gspace.check_mappings(net, gspace.mappings(net, x), x) == []
+        scales = gspace.equalize_(net, by, example_input=x)
+        assert float(scales.log().abs().max()) > 0.01
+        assert moved(before, outputs(net, x)) < 1e-12
+
+
+def test_a_gain_that_reads_no_channel_alone_is_tried_as_a_reader() -> None:
+    """With sizes from the reader: the output does not move by 0."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Gain(8), nn.Linear(8, 3))
+    (line,) = gspace.check_mappings(net, [("0", ["2.w"])], torch.randn(5, 4))
+    assert float(line.rpartition("by ")[2]) > 1e-3
+
+
+@pytest.mark.parametrize("hidden", [nn.Linear(6, 1), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), Gain())])
+def test_smoothing_a_single_channel(hidden: nn.Module) -> None:
+    """The weights behind it are read column by column, and each column has that channel."""
+    x = torch.randn(5, 6, dtype=torch.float64)
+    net = nn.Sequential(hidden, nn.ReLU(), nn.LazyLinear(20)).double()
+    before = outputs(net, x)
+    gspace.smooth_(net, x, 1.0, [m for m in gspace.mappings(net, x) if m.size == 1])
+    assert moved(before, outputs(net, x)) < 1e-12
+    assert float(outputs(net[:2], x).abs().max()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("norm", [prune.identity, nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_model_that_cannot_be_copied_is_checked_and_left_alone(norm: Any) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3))
+    norm(net[2], "weight")
+    x = torch.randn(5, 4)
+    net(x)  # in training: the weight is now the end of a graph
+    before, held = {name: (id(t), t.clone()) for name, t in net.state_dict(keep_vars=True).items()}, net[2].weight
+    lines = gspace.check_mappings(net, gspace.mappings(net, x), x)
+    assert not any("report" in line for line in lines)
+    after = net.state_dict(keep_vars=True)
+    assert all(id(after[name]) == i and torch.equal(after[name], t) for name, (i, t) in before.items())
+    assert net[2].weight is held
+
+
 def test_a_layer_that_is_not_homogeneous() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
     (line,) = gspace.check_mappings(net, [("0", ["2"])])
@@ -325,6 +406,31 @@ def test_bad_input_is_one_clear_line(name: str) -> None:
     with pytest.raises(kind, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_weights_that_are_not_finite_are_refused_before_anything_changes(value: float) -> None:
+    net, x = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(5, 6)
+    net[1].weight.data[0, 0] = value
+    before = deepcopy(net.state_dict())
+    for call in (
+        lambda: gspace.equalize_(net, "max-abs", example_input=x),
+        lambda: gspace.equalize_(net, "l2", example_input=x),
+        lambda: gspace.smooth_(net, x),
+        lambda: gspace.check_mappings(net, [("1", ["3"])], x),
+    ):
+        with pytest.raises(ValueError, match=r"^1\.weight is not finite"):
+            call()
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_weights_of_the_ends_of_float64_are_equalized() -> None:
+    """The ratio of two weights may overflow, their scale does not."""
+    net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False)).double()
+    net[0].weight.data.fill_(1e-200)
+    net[2].weight.data.fill_(1e200)
+    gspace.equalize_(net, example_input=torch.ones(1, 2, dtype=torch.float64), tolerance=1e-9)
+    torch.testing.assert_close(*(net[k].weight.detach().amax() for k in (0, 2)), rtol=1e-8, atol=0)
 
 
 def test_scales_and_tables_do_not_follow_the_default_device() -> None:

@@ -46,7 +46,7 @@ def require_one_device(edges: Sequence[Edges], model: nn.Module, mine: Collectio
 def require_finite(model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     bad = next((name for name, p in parameters.items() if not _finite(local(p))), None)
-    require_all(parameters, f"{bad} is not finite: no skeleton can be chosen in such a network" if bad else "")
+    require_all(parameters, f"{bad} is not finite: no skeleton or scale can be chosen with it" if bad else "")
 
 
 def _finite(t: Tensor) -> bool:

@@ -9,18 +9,18 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as Table
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from gspace.analysis import Analysis, Edges, Inputs, TraceError
+from gspace.analysis import Analysis, Inputs, TraceError
 from gspace.analysis.examples import attempted, first_line
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.analysis.result import starred
-from gspace.quantization.find import examined, layer
+from gspace.optim.arguments import require_finite
+from gspace.quantization.find import along, examined, layer
 from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, Side, common, multiply_
 
@@ -215,68 +215,67 @@ def _folded(problems: Sequence[tuple[str, float | None]]) -> list[str]:
 
 
 class _Trial:
-    """A float64 copy of the model, its output, and what an entry does to it."""
+    """The model on float64 copies of its parameters and buffers, its output, and what an entry does to it."""
 
     def __init__(self, model: nn.Module, found: Analysis, example_input: Any, seed: int) -> None:
-        self.model = deepcopy(model).double()
-        self.parameters = dict(self.model.named_parameters())
+        require_finite(model)
+        self.model = model
+        self.parameters = {name: _wide(p.detach()) for name, p in model.named_parameters()}
         self.edges = [(e, layer(e.name, self.parameters)) for e in found.edges]
         self.generator = torch.Generator("cpu").manual_seed(seed)
-        self.before = attempted(self._start, self.model, example_input)
+        self.before = attempted(self._start, model, example_input)
 
     def _start(self, listed: list[Inputs]) -> list[Tensor]:
-        self.inputs = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, listed[0])
+        self.inputs = tree_map_only(Tensor, _wide, listed[0])
         try:
-            return self._outputs()
+            return self._outputs(self.parameters)
         except Exception as error:  # the forward pass is the user's and may raise anything
             raise TraceError(f"a float64 copy of the model does not accept the example: {first_line(error)}") from error
 
-    def _outputs(self) -> list[Tensor]:
-        args, kwargs = arguments(self.inputs)
+    def _outputs(self, parameters: Table[str, Tensor]) -> list[Tensor]:
         with untouched(self.model):
             set_mode(self.model, training=False)
             torch.manual_seed(0)
-            return [t for t in tensors_in(self.model(*args, **kwargs)) if t.is_floating_point() and t.numel()]
+            state = {**parameters, **{name: _wide(b) for name, b in self.model.named_buffers()}}
+            outputs = torch.func.functional_call(self.model, state, *arguments(self.inputs))
+            return [t for t in tensors_in(outputs) if t.is_floating_point() and t.numel()]
 
     def change(self, entry: Entry, mapping: Mapping | None) -> float | None:
         """max |after − before| / max |before| with random scales on this entry; None if sizes do not fit."""
-        readers = [
-            self.parameters[e.name].shape[0 if e.swap else 1] for e, of in self.edges if self._reads(entry, e, of)
-        ]
-        size = mapping.size if mapping else next(iter(readers), 0)
-        log = torch.randn(size, generator=self.generator, dtype=torch.float64, device="cpu")
-        sides = self._sides(entry, mapping, size)
+        sides = self._sides(entry, mapping)
         if not sides:
             return None
-        kept = {side.parameter: self.parameters[side.parameter].detach().clone() for side in sides}
-        with torch.no_grad():
-            for side in sides:
-                multiply_(self.parameters[side.parameter], side, log)
-            after = self._outputs()
-            for name, value in kept.items():
-                self.parameters[name].copy_(value)
-        return max(_relative(b, a) for b, a in zip(self.before, after, strict=True))
+        size = mapping.size if mapping else len(sides[0].channels)
+        log = torch.randn(size, generator=self.generator, dtype=torch.float64, device="cpu")
+        scaled = self.parameters | {side.parameter: self.parameters[side.parameter].clone() for side in sides}
+        for side in sides:
+            multiply_(scaled[side.parameter], side, log)
+        return max(_relative(b, a) for b, a in zip(self.before, self._outputs(scaled), strict=True))
 
-    def _reads(self, entry: Entry, e: Edges, of: str) -> bool:
-        return of in entry.balance and self.parameters[e.name].dim() > 1
-
-    def _sides(self, entry: Entry, mapping: Mapping | None, size: int) -> list[Side]:
+    def _sides(self, entry: Entry, mapping: Mapping | None) -> list[Side]:
         """What the entry scales: where the analysis knows it as it says, else as a quantizer would; nothing: unfit."""
-        found: list[Side] = []
+        found, whole = list[Side](), list[Side]()
         for e, of in self.edges:
-            shape = self.parameters[e.name].shape
-            for wanted, grows in ((of == entry.smooth, True), (self._reads(entry, e, of), False)):
-                known = () if mapping is None else mapping.sources if grows else mapping.sinks
-                mine = [s for s in known if s.parameter == e.name]
-                if wanted and not mine:
-                    d = 0 if len(shape) == 1 or grows != e.swap else 1
-                    first = shape[d] - size  # of a fused projection the last rows, as quantizers do
-                    if first < 0 or (first and not grows):
-                        return []
-                    at = tuple(slice(first, None) if k == d else slice(None) for k in range(len(shape)))
-                    mine = [Side(e.name, d, at, 1 if grows else -1, e.shift, range(size))]
-                found += mine if wanted else []
+            for wanted, writes in ((of == entry.smooth, True), (of in entry.balance, False)):
+                known = () if mapping is None else mapping.sources if writes else mapping.sinks
+                mine = [s for s in known if wanted and s.parameter == e.name]
+                found += mine
+                if wanted and not mine and (writes or e.name in (of, f"{of}.weight")):  # not the bias of a reader
+                    shape = self.parameters[e.name].shape
+                    d, at = along(e, shape, writes), (slice(None),) * len(shape)
+                    whole.append(Side(e.name, d, at, 1 if writes else -1, e.shift, range((*shape, 1)[d])))
+        size = mapping.size if mapping else next((len(s.channels) for s in whole if s.exponent < 0), 0)
+        for side in whole:
+            first = len(side.channels) - size  # of a fused projection the last rows, as quantizers do
+            if not size or first < 0 or (first and side.exponent < 0):
+                return []
+            at = tuple(slice(first, None) if d == side.dim else s for d, s in enumerate(side.slice))
+            found.append(side._replace(slice=at, channels=range(size)))
         return found
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.float64 if t.is_floating_point() else t.dtype, copy=True)
 
 
 def _relative(before: Tensor, after: Tensor) -> float:

@@ -115,7 +115,7 @@ def _hook(
     for side in sinks:
         name = layer(side.parameter, names)
         module = modules.get(name)
-        if module is None:
+        if module is None or (len(side.slice) < 2 and len(side.channels) == 1):  # a number scales any width
             continue
         grouped = isinstance(module, _ConvNd) and module.groups > 1
         depthwise = grouped and module.groups == module.in_channels == module.out_channels
@@ -137,7 +137,7 @@ def _boxes(
 ) -> Iterator[tuple[int, Side, bool]]:
     """Groups of units, entries of a parameter that scale with them, and whether it reads them as an input."""
     total = found.H + found.H_absorbed
-    single = e.head.numel() == torch.Size(shape).numel() and len(shape) > 1
+    single = e.head.numel() == torch.Size(shape).numel() and (len(shape) != 1 or shape == (1,))
     for ids, sign in zip(_ids(e, shape), (1, -1), strict=True):
         reads = sign < 0 or (single and not e.tail.any())  # entries one by one: who reads is not told apart
         for units, powers in _terms(ids, total, found.forms):
@@ -146,8 +146,13 @@ def _boxes(
                 for way in (1, -1) if k >= 0 else ():
                     here = (groups == k) & (powers * way > 0)
                     if bool(here.any()):
-                        for side in _sides(e, shape, torch.where(here, place[units], -1), powers * sign):
+                        for side in _sides(e, shape, sign, torch.where(here, place[units], -1), powers):
                             yield k, side, reads
+
+
+def along(e: Edges, shape: Sequence[int], writes: bool) -> int:
+    """The dimension of a parameter along which the channels lie that it writes, or reads."""
+    return 0 if len(shape) < 2 or writes != e.swap else 1
 
 
 def _ids(e: Edges, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -186,10 +191,10 @@ def _terms(ids: Tensor, total: int, forms: Any) -> Iterator[tuple[Tensor, Tensor
         yield units[ids], powers[ids]
 
 
-def _sides(e: Edges, shape: tuple[int, ...], channels: Tensor, powers: Tensor) -> Iterator[Side]:
+def _sides(e: Edges, shape: tuple[int, ...], sign: int, channels: Tensor, powers: Tensor) -> Iterator[Side]:
     """Boxes in which channels change along one dimension alone; −1 is none."""
     full = shape or (1,)
-    powers = torch.where(channels >= 0, powers.expand(channels.shape), 0)
+    powers = torch.where(channels >= 0, sign * powers.expand(channels.shape), 0)
     pending = [((slice(None),) * len(full), channels, powers)]
     while pending:
         at, where, power = pending.pop()
@@ -204,16 +209,13 @@ def _sides(e: Edges, shape: tuple[int, ...], channels: Tensor, powers: Tensor) -
                 (_cut(at, d, a, b), where.narrow(d, a, b - a), power.narrow(d, a, b - a)) for a, b in reversed(parts)
             ]
             continue
-        uncut = (d for d, s in enumerate(at) if s == slice(None) and full[d] > 1)
-        d = varying[0] if varying else next(uncut, 0)
-        begin = at[d].start or 0
-        size = (full[d] if at[d].stop is None else at[d].stop) - begin
-        vector, weight = where.reshape(-1).expand(size), power.reshape(-1).expand(size)
+        d = varying[0] if varying else along(e, shape, sign > 0)
+        begin, end, _ = at[d].indices(full[d])
+        vector, weight = where.reshape(-1).expand(end - begin), power.reshape(-1).expand(end - begin)
         for a, b in _runs(0, weight):
             if float(weight[a]):
-                whole = b - a == full[d]
-                spot = at if whole else _cut(at, d, begin + a, begin + b)
-                yield Side(e.name, d, spot, float(weight[a]), e.shift, short(vector[a:b]))
+                spot = at if b - a == full[d] else _cut(at, d, begin + a, begin + b)
+                yield Side(e.name, d, spot[: len(shape)], float(weight[a]), e.shift, short(vector[a:b]))
 
 
 def _constant(t: Tensor, d: int) -> bool:

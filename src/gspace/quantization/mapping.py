@@ -15,7 +15,7 @@ class Side(NamedTuple):
 
     Attributes:
         parameter: Its name in the model.
-        dim: The dimension along which the channels lie.
+        dim: The dimension along which the channels lie; 0 for a number.
         slice: Where, one slice per dimension; `slice(None)` is all of it.
         exponent: Power of the scale: 1 for a layer that writes the channels, −1 for one that reads them.
         offset: 1 for a gain that is written 1 + w.

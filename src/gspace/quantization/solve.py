@@ -19,7 +19,7 @@ from gspace.analysis.examples import first_line
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.group.balance import balanced_log_scales
 from gspace.group.scaling import Scales, rescale_
-from gspace.optim.arguments import require_one_of, require_values
+from gspace.optim.arguments import require_finite, require_one_of, require_values
 from gspace.quantization.find import channel_dim, examined, layer
 from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, Side, multiply_
@@ -121,6 +121,7 @@ def _chosen(
     """The model inside of wrappers, its analysis, and the mappings to use."""
     require_values(unwrap(model))
     model, found = examined(model, example_input, analysis)
+    require_finite(model)
     there = find(model, analysis=found)
     if not there:
         raise ValueError("the model has no mappings: no scale can move between its layers")
@@ -155,7 +156,7 @@ def _taking_turns(
         moved = 0.0
         for m in chosen:
             (up, p), (down, q) = (_largest(m, sides, sizes) for sides in (m.sources, m.sinks))
-            step = ahead * torch.where((up > 0) & (down > 0), (down / up).log() / (p + q), 0)
+            step = ahead * torch.where((up > 0) & (down > 0), (down.log() - up.log()) / (p + q), 0)
             for side in (*m.sources, *m.sinks):
                 multiply_(sizes[side.parameter], side._replace(offset=0.0), step)
             log[list(m.units)] += step
@@ -186,8 +187,8 @@ def _sizes(parameters: Table[str, Tensor], sides: Iterable[Side]) -> dict[str, T
 def _largest(m: Mapping, sides: Sequence[Side], sizes: Table[str, Tensor]) -> tuple[Tensor, float]:
     """The largest |w| of each channel, and its power; biases are left out where there are weights."""
     sides = [s for s in sides if sizes[s.parameter].dim() > 1] or sides
-    values = [sizes[s.parameter][s.slice].movedim(s.dim, 0) for s in sides]
-    return _by_channel(m, sides, [v.reshape(len(v), -1).amax(1) for v in values]), max(abs(s.exponent) for s in sides)
+    values = [sizes[s.parameter][s.slice].movedim(s.dim, 0).reshape(len(s.channels), -1).amax(1) for s in sides]
+    return _by_channel(m, sides, values), max(abs(s.exponent) for s in sides)
 
 
 def _by_channel(m: Mapping, sides: Sequence[Side], values: Sequence[Tensor]) -> Tensor:
