@@ -145,7 +145,7 @@ A network w and a rescaled copy g_c(w) are one function. Every unit of the copy 
 on the same {record["steps"]} batches of {BATCH} digits, in float64. How far are their outputs apart in the end?
 
 - Every entry is the median (smallest … largest) over n = {record["seeds"]} seeds of weights, scales and batches.
-- GSGD and InGSpace use `reference="balanced"`.
+- GSGD and InGSpace use `reference="balanced"`. With `batch_norm="exact"` there is no reference.
 - The residual streams of ResNets are rescaled too. Optimizers in G-space follow them
   (`analysis=analyze(model, residual="tie")`). The row that says "pin" has their default, which follows only the scales
   inside of blocks.

@@ -150,6 +150,13 @@ def _sparse(model: nn.Sequential) -> None:
     model[5].weight.grad = model[5].weight.grad.to_sparse()
 
 
+def _narrow(model: nn.Sequential) -> None:
+    """The last rows of a layer and what read them go: strides stay what they were."""
+    for name, rows in (("5.weight", 6), ("5.bias", 6)):
+        p = model.get_parameter(name)
+        p.grad, p.data = None, p.data[:rows].clone()
+
+
 def _zeros(model: nn.Sequential) -> None:
     model[5].weight.data.zero_()
 
@@ -163,6 +170,7 @@ STEPS: dict[str, Spoiled] = {
     "another layer": _changed(lambda m: m.__setitem__(5, nn.Linear(20, 8)), "'5'"),
     "another activation": _changed(lambda m: m.__setitem__(6, nn.GELU()), "'6'"),
     "another parameter": _changed(lambda m: setattr(m[5], "weight", nn.Parameter(torch.randn(8, 20))), "'5.weight'"),
+    "another shape": _changed(_narrow, "'5.weight'"),
     "no bias": _changed(lambda m: setattr(m[5], "bias", None), "'5.bias'"),
     "one more": _changed(lambda m: m.append(nn.Softmax(1)), "'8'"),
     "weight norm": _changed(lambda m: parametrizations.weight_norm(m[5]), "'5'|'5.weight'|'5.parametrizations'"),

@@ -345,6 +345,33 @@ def test_free_skeleton_weights_never_move_and_all_others_follow_sgd(on_skeleton:
         assert torch.equal(p.detach()[mask], start[mask])
 
 
+def test_path_sgd_takes_no_first_step_from_weights_that_are_not_finite() -> None:
+    """It went on without a word, where the others refuse."""
+    model = zoo.mlp(3, 4, 2)
+    optimizer = PathSGD(model, 0.1)
+    nn.init.constant_(model[0].weight, math.nan)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = model[2].bias.detach().clone()
+    with pytest.raises(ValueError, match=r"0\.weight is not finite"):
+        optimizer.step()
+    assert torch.equal(model[2].bias.detach(), before)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"fused": True}], ids=str)
+def test_a_sparse_gradient_of_a_frozen_skeleton_is_torchs_or_refused_in_one_line(options: dict[str, Any]) -> None:
+    """With decay torch said "add(sparse, dense) is not supported", of no parameter."""
+    model = nn.Sequential(nn.Embedding(10, 6, sparse=True), nn.ReLU(), nn.Linear(6, 3))
+    x = torch.tensor([1, 4])
+    optimizer = FrozenSkeletonSGD(model, 0.1, example_input=x, **options)
+    model(x).sum().backward()
+    if options.keys() & {"weight_decay", "fused"}:
+        with pytest.raises(RuntimeError, match=r"^0\.weight has a sparse gradient: .*; use dense ones$"):
+            optimizer.step()
+    else:
+        optimizer.step()
+
+
 def test_the_frozen_weights_are_those_that_gsgd_keeps() -> None:
     model = init_skeleton_(mlp())
     frozen, moving = FrozenSkeletonSGD(model, 0.1).skeleton, gspace.GSGD(copy.deepcopy(model), 0.1).skeleton

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import dense
 import gspace
@@ -380,3 +381,13 @@ def test_flatness_is_not_that_of_dropout() -> None:
     x, y = torch.randn(16, 5, dtype=torch.float64), torch.randint(3, (16,))
     found = psi_flatness(model, x, y, radius=1e-6, generator=torch.Generator().manual_seed(0))
     assert float(found.random.abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("keep", [lambda m: prune.l1_unstructured(m, "weight", 0.5), nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_model_that_torch_cannot_copy_is_refused_in_one_line(keep: Callable[[nn.Module], Any]) -> None:
+    model = zoo.mlp(3, 4, 2)
+    keep(model[0])
+    batch = torch.randn(5, 3), torch.zeros(5, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"^'0\.weight' is computed from parameters and kept, so torch cannot copy"):
+        compare_invariance({"SGD": lambda m: torch.optim.SGD(m.parameters(), 0.1)}, model, [batch])

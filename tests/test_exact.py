@@ -1,6 +1,7 @@
 """`batch_norm="exact"`: training sees neither the scales of units nor those of rows that a BatchNorm absorbs."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import gspace
 import zoo
 from contract import assert_captured_alike
 from gspace.optim import exact
+from gspace.optim.skeleton import COEFFICIENTS
 from turns import turns
 
 Make = Callable[[nn.Module], Any]
@@ -267,7 +269,7 @@ def test_a_gain_in_a_row_before_a_norm_is_trained() -> None:
     before = model.gain.detach().clone()
     optimizer = gspace.GSGD(model, 0.1, analysis=gspace.analyze(model, x), **EXACT)
     model(x)[:, 0].mean().backward()
-    with pytest.warns(UserWarning, match="4 rows before a norm share their scale with other weights"):
+    with pytest.warns(UserWarning, match="4 scales before a norm are each shared by several rows or other weights"):
         optimizer.step()
     torch.testing.assert_close(model.gain.detach(), before - 0.1 * model.gain.grad)
     assert float(model.gain.grad.abs().max()) > 1e-3
@@ -291,7 +293,7 @@ def test_a_weight_of_a_module_that_is_named_like_a_bias_is_none() -> None:
     before = model.bias_net.weight.detach().clone()
     optimizer = gspace.GSGD(model, 0.1, analysis=gspace.analyze(model, x), **EXACT)
     model(x)[:, 0].mean().backward()
-    with pytest.warns(UserWarning, match="6 rows before a norm share their scale with other weights"):
+    with pytest.warns(UserWarning, match="6 scales before a norm are each shared by several rows or other weights"):
         optimizer.step()
     assert not torch.equal(model.bias_net.weight.detach(), before)
 
@@ -339,7 +341,7 @@ def test_what_has_no_gain_or_no_sphere_is_counted() -> None:
     optimizer = gspace.GSGD(model, 0.1, analysis=gspace.analyze(model, residual="tie"), **EXACT)
     x, y = torch.randn(8, 4).double(), torch.randint(0, 3, (8,))
     with pytest.warns(
-        UserWarning, match=r"2 units have no gain .* other than 0; 5 rows before a norm share their scale"
+        UserWarning, match=r"2 units have only zeros in the gains .*; 5 scales before a norm are each shared"
     ):
         train(model, optimizer, x, y, 2)
     assert optimizer.skeleton.H == 3
@@ -365,6 +367,92 @@ def test_what_it_has_no_use_for_is_refused(options: Any) -> None:
         gspace.GSGD(zoo.mlp(3, 4, 2), 0.1, **options, **EXACT)
 
 
+class Functional(nn.Module):
+    """A norm that is no module, with a gain and a shift of any name."""
+
+    def __init__(self, norm: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.g, self.s = nn.Linear(81, 8), nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+        self.b, self.c, self.norm = nn.Linear(8, 6), nn.Linear(6, 10), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.relu(self.b(F.relu(self.norm(self.a(x.flatten(1)), self.g, self.s)))))
+
+
+class Stream(nn.Module):
+    """A stream that a layer writes first, then a norm."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.norm, self.c = nn.Linear(81, 8), nn.Linear(8, 8), norm(8, 1e-5, kind), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.a(x.flatten(1)))
+        return self.c(F.relu(x + self.norm(self.b(x))))
+
+
+def convolutions(*norms: nn.Module) -> nn.Sequential:
+    """Of 6 and 8 channels, with norms behind them, and a layer of 7 behind those."""
+    layers = (nn.Conv2d(1, 6, 3), norms[0], nn.ReLU(), nn.Conv2d(6, 8, 3), norms[1], nn.ReLU(), nn.AdaptiveAvgPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 7), nn.ReLU(), nn.Linear(7, 10))
+
+
+def flat(kind: Any) -> nn.Sequential:
+    layers = nn.Linear(81, 8), norm(8, 1e-5, kind), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 10)
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+# network, H, scales that several rows share
+NORMS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+    "LayerNorm": (lambda: flat(nn.LayerNorm), 14, 1),
+    "RMSNorm": (
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(81, 8), nn.RMSNorm(8), nn.ReLU(), nn.Linear(8, 10)),
+        8,
+        1,
+    ),
+    "GroupNorm": (lambda: convolutions(norm(6, 1e-5), nn.GroupNorm(2, 8)), 21, 2),
+    "InstanceNorm": (lambda: convolutions(norm(6, 1e-5), nn.InstanceNorm2d(8, affine=True)), 21, 0),
+    "F.batch_norm": (lambda: Functional(lambda x, g, s: F.batch_norm(x, None, None, g, s, True)), 14, 0),
+    "F.layer_norm": (lambda: Functional(lambda x, g, s: F.layer_norm(x, (8,), g, s)), 14, 1),
+    "by hand": (lambda: Functional(lambda x, g, s: x * x.square().mean(1, True).add(1e-6).rsqrt() * g + s), 14, 1),
+    "behind a layer": (lambda: Stream(nn.BatchNorm1d), 8, 0),
+    "LayerNorm behind a layer": (lambda: Stream(nn.LayerNorm), 8, 1),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_units_that_any_norm_writes_are_not_seen(name: str) -> None:
+    """Units behind norms other than BatchNorm modules were left out, and a warning said that they had no weights."""
+    build, H, shared = NORMS[name]
+    torch.manual_seed(5)
+    model, x, y = build().double(), torch.randn(32, 1, 9, 9).double(), torch.randint(0, 10, (32,))
+    analysis, outputs = gspace.analyze(model, x, residual="tie"), []
+    for scaled in (False, True):
+        m = rescaled(copy.deepcopy(model), analysis, rows=False) if scaled else copy.deepcopy(model)
+        optimizer = gspace.GSGD(m, 0.05, 0.9, weight_decay=1e-3, analysis=analysis, **EXACT)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            outputs.append(train(m, optimizer, x, y, 20)[0])
+        assert optimizer.skeleton.H == H
+        told = optimizer.statistics()["unused"]
+        assert told == ((f"{shared} {exact.SHARED}",) if shared else ())
+    assert gap(*outputs) < 1e-10
+    assert gap(model(x).detach(), outputs[0]) > 0.01
+
+
+def test_a_bias_of_any_name_is_no_gain() -> None:
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.b, self.o = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4)), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.o(F.linear(x, self.w, self.b).relu())
+
+    skeleton = gspace.GSGD(Linear(), 0.1, example_input=torch.randn(5, 3), **EXACT).skeleton
+    assert {skeleton.edges[k].name for k in skeleton.in_edge[1:]} == {"w"}
+
+
 class Attending(nn.Module):
     """Rows before a BatchNorm beside scales that are no units: queries and keys, a gate with two scales."""
 
@@ -387,6 +475,7 @@ def test_exact_beside_attention_and_gates() -> None:
     model, x = Attending().double(), torch.randn(8, 3, 9).double()
     analysis = gspace.analyze(model, x, residual="pin")
     assert analysis.forms
+    assert analysis.special
     optimizer = gspace.InGSpace(model, torch.optim.SGD, lr=0.01, analysis=analysis, batch_norm="exact")
     losses = []
     for _ in range(5):
@@ -397,6 +486,7 @@ def test_exact_beside_attention_and_gates() -> None:
         losses.append(float(loss.detach()))
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
+    assert optimizer.statistics()["unused"] == (f"{analysis.special} units {COEFFICIENTS}",)
 
 
 @networks

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import vector_to_parameters
 
 import gspace
@@ -353,9 +354,30 @@ def test_an_empty_parameter_is_no_obstacle(kind: Kind) -> None:
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+class Mirrored(nn.Module):
+    """An autoencoder whose decoder has the weights of its encoder: five units that the paper's view does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(5, 3, 3, 3)), nn.Parameter(torch.randn(4, 5, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.conv2d(F.conv2d(x, self.w).relu(), self.v).relu()
+        return F.conv_transpose2d(F.conv_transpose2d(h, self.v).relu(), self.w)
+
+
+def test_it_is_not_said_that_no_unit_can_be_rescaled_where_analyze_lists_some() -> None:
+    model, x = Mirrored(), torch.randn(2, 3, 8, 8)
+    with pytest.warns(UserWarning, match="can use no unit of this model, .*: none of the 5 that gspace.analyze finds"):
+        gspace.GSGD(model, lr=0.1, example_input=x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gspace.GSGD(model, lr=0.1, example_input=x, batch_norm="exact").skeleton.H == 5
+
+
 @pytest.mark.parametrize("make", [gspace.GSGD, lambda model, lr: gspace.InGSpace(model, torch.optim.SGD, lr=lr)])
 def test_a_model_without_units_is_said_to_have_none(make: Any) -> None:
-    with pytest.warns(UserWarning, match="no unit of this model can be rescaled") as caught:
+    with pytest.warns(UserWarning, match="can use no unit of this model, .* says what pins them") as caught:
         make(nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2)), lr=0.1)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():

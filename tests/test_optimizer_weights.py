@@ -243,7 +243,7 @@ def test_no_skeleton_is_chosen_in_weights_that_are_not_finite(make: Any) -> None
     optimizer = make(model)
     with torch.no_grad():
         model[2].weight[0, 0] = math.nan
-    with pytest.raises(ValueError, match=r"2\.weight is not finite: no skeleton or scale can be chosen"):
+    with pytest.raises(ValueError, match=r"2\.weight is not finite: paths and scales of such a network have no values"):
         optimizer.rechoose()
     assert not optimizer.state
 

@@ -126,6 +126,25 @@ def test_no_path_sum_of_a_model_on_the_meta_device() -> None:
         gspace.path_norm(mlp(5, 7, 3).to("meta"))
 
 
+META = {
+    "init_skeleton_": gspace.init_skeleton_,
+    "build_skeleton": lambda m: gspace.build_skeleton(m, gspace.analyze(m)),
+    "distance": lambda m: gspace.distance(m, m),
+    "distance to it": lambda m: gspace.distance(mlp(5, 7, 3), m),
+    "psi_flatness": lambda m: gspace.psi_flatness(m, X.to("meta"), torch.zeros(6, dtype=torch.long, device="meta")),
+    "are_equivalent": lambda m: gspace.are_equivalent(m, m),
+    "are_equivalent to it": lambda m: gspace.are_equivalent(mlp(5, 7, 3), m),
+    "balancedness": gspace.balancedness,
+}
+
+
+@pytest.mark.parametrize("name", META)
+def test_what_needs_values_says_that_the_meta_device_has_none(name: str) -> None:
+    """Some calls passed on what torch says of `item` and of copies."""
+    with pytest.raises(ValueError, match="is on the meta device and has no values: materialize the model first"):
+        META[name](mlp(5, 7, 3).to("meta"))
+
+
 def test_values_of_a_model_on_the_meta_device_are_not_read() -> None:
     model = Net(lambda s, x: s.o(F.relu(s.a(x)) * s.a.weight.norm().item()), a=nn.Linear(5, 7), o=nn.Linear(7, 3))
     assert gspace.analyze(mlp(5, 7, 3).to("meta"), X.to("meta")).H == 7

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, analyzed, magnitude, require_module
+from gspace.analysis import Analysis, analyzed, magnitude
 from gspace.devices import on_cpu
 from gspace.group.scaling import Scales, balanced, factors
-from gspace.optim.arguments import number
+from gspace.optim.arguments import number, require_values
 from gspace.sharding import weights_of
 
 
@@ -53,7 +53,8 @@ def are_equivalent(
     (True, [2.0, 4.0, 8.0])
     """
     found = analyzed(model_a, analysis, options)
-    require_module(model_b)
+    for model in (model_a, model_b):
+        require_values(model)
     if rtol is not None and not 0 <= number(rtol) < math.inf:
         raise ValueError(f"rtol must be finite and not negative, got {rtol!r}")
     a, b = ({**weights_of(m), **dict(m.named_buffers())} for m in (model_a, model_b))

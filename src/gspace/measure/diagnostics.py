@@ -18,6 +18,7 @@ from gspace.analysis import Analysis, analyzed, require_module
 from gspace.analysis.forward import tensors_in
 from gspace.group.scaling import Scales, random_scales, rescale_
 from gspace.group.stacks import square
+from gspace.optim.arguments import require_copies, require_values
 from gspace.optim.coordinates import Coordinates, basis_values, coordinates
 from gspace.sharding import refuse_sharded, weights_of
 
@@ -122,6 +123,7 @@ def invariance_gap(
     """
     found = analyzed(model, analysis, options)
     refuse_sharded(dict(model.named_parameters()), "invariance_gap")
+    require_copies(model)
     plain, scaled = copy.deepcopy(model), copy.deepcopy(model)
     rescale_(scaled, random_scales(model, generator, analysis=found) if scales is None else scales, analysis=found)
     pair = [(m, make_optimizer(m)) for m in (plain, scaled)]
@@ -210,6 +212,7 @@ def balancedness(model: nn.Module, *, analysis: Analysis | None = None, **option
     [21.0]
     """
     found = analyzed(model, analysis, options, "pin")
+    require_values(model)
     n = 1 + found.H + found.H_absorbed
     incoming, outgoing = (torch.zeros(n, dtype=torch.float64, device="cpu") for _ in range(2))
     weights = weights_of(model)
@@ -240,7 +243,7 @@ def distance(model_a: nn.Module, model_b: nn.Module, *, at: Coordinates | None =
     True
     """
     for model in (model_a, model_b):
-        require_module(model)
+        require_values(model)
     sizes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in (model_a, model_b)]
     if sizes[0] != sizes[1]:
         raise ValueError(

@@ -1,7 +1,7 @@
 """What an optimizer is given: refused before anything is changed, or warned of."""
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,13 +44,32 @@ def require_one_device(edges: Sequence[Edges], model: nn.Module, mine: Collectio
 
 
 def require_finite(model: nn.Module) -> None:
+    require_values(model)
     parameters = dict(model.named_parameters())
     bad = next((name for name, p in parameters.items() if not _finite(local(p))), None)
-    require_all(parameters, f"{bad} is not finite: no skeleton or scale can be chosen with it" if bad else "")
+    require_all(parameters, f"{bad} is not finite: paths and scales of such a network have no values" if bad else "")
 
 
 def _finite(t: Tensor) -> bool:
     return bool(t.sum().isfinite()) or bool(t.isfinite().all())  # a sum may overflow, and needs no memory
+
+
+def require_dense(model: nn.Module, parameters: Iterable[Tensor], reason: str) -> None:
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            name = next(name for name, other in model.named_parameters() if other is p)
+            raise RuntimeError(f"{name} has a sparse gradient: {reason}; use dense ones")
+
+
+def require_copies(model: nn.Module) -> None:
+    """torch copies no tensor that was computed from parameters, as old hooks keep them in modules."""
+    for path, m in model.named_modules():
+        for name, t in vars(m).items():
+            if isinstance(t, Tensor) and not t.is_leaf:
+                raise ValueError(
+                    f"{f'{path}.{name}'.strip('.')!r} is computed from parameters and kept, so torch cannot copy the "
+                    "model: make it permanent (prune.remove, remove_weight_norm) or use torch.nn.utils.parametrizations"
+                )
 
 
 def require_seen(analysis: Analysis) -> None:
@@ -113,9 +132,10 @@ def given(example_input: Inputs | None) -> dict[str, Any]:
 
 def warn_of_no_units(analysis: Analysis, owner: str, stacklevel: int) -> None:
     if analysis.H_paper == 0 and not analysis.special:  # those are told when the skeleton is chosen
+        why = "gspace.analyze says what pins them; an example_input may tell more"
+        why = f"none of the {analysis.H} that gspace.analyze finds is in the paper's view" if analysis.H else why
         warnings.warn(
-            f"no unit of this model can be rescaled, so {owner} does to it what its optimizer does without G-space: "
-            "gspace.analyze says what pins them; an example_input may tell more.",
+            f"{owner} can use no unit of this model, and does to it what its optimizer does without G-space: {why}.",
             UserWarning,
             stacklevel=stacklevel + 1,
         )

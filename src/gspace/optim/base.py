@@ -19,6 +19,7 @@ from gspace.optim import choice, eager, exact, fast, shards
 from gspace.optim.arguments import (
     given,
     guards,
+    require_dense,
     require_numbers,
     require_one_device,
     require_one_of,
@@ -79,7 +80,7 @@ class GSpaceOptimizer(OfModel):
         self._view = exact.view(self.analysis) if batch_norm == "exact" else self.analysis
         self._wanted, self._unused = reference, ()
         self._told: set[str] = set()
-        warn_of_no_units(self.analysis, type(self).__name__, stacklevel=3)
+        warn_of_no_units(self._view, type(self).__name__, stacklevel=3)
 
     # The choice -------------------------------------------------------------------------------------------------------
 
@@ -295,11 +296,7 @@ class GSpaceOptimizer(OfModel):
         if all(w.grad is None for w in built.weights):
             self._move(built, None, None)
             return
-        for layer, w in zip(built.plan.layers, built.weights, strict=True):
-            if w.grad is not None and w.grad.is_sparse:
-                raise RuntimeError(
-                    f"{layer.edges.name} has a sparse gradient: G-space mixes all of its entries; use dense ones"
-                )
+        require_dense(self.model, built.weights, "G-space mixes all of its entries")
         weights, slopes = built.weights, [w.grad for w in built.weights]
         shown, path_grads = canvas = self._canvas(built)
         if self._sharded:  # the optimizer sees what is sharded, this step what is here

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Inputs, analyzed
 from gspace.optim import choice
-from gspace.optim.arguments import given, require_numbers
+from gspace.optim.arguments import given, require_dense, require_finite, require_numbers
 from gspace.optim.built import Seen, seen
 from gspace.optim.gsgd import alike, plain_sgd
 from gspace.optim.held import OfModel, State, load_whole, portable
-from gspace.optim.hooks import loss_of
+from gspace.optim.hooks import capturing, loss_of
 from gspace.optim.plan import layers_of
 from gspace.optim.shards import divided, require_alike, require_gradients
 from gspace.optim.skeleton import Skeleton
@@ -129,9 +129,9 @@ class PathSGD(ModelSGD):
     def _divisors(self) -> Mapping[int, list[Tensor]]:
         """Factors of κ for each trained edge of the network, by `id`; counts the step."""
         kappa = self._kappa = self._known(self._kappa)
-        if any(p.grad is not None and p.grad.is_sparse for p in kappa.parameters):
-            name = next(name for name, p in self.model.named_parameters() if p.grad is not None and p.grad.is_sparse)
-            raise RuntimeError(f"{name} has a sparse gradient: κ is that of all of its entries; use dense ones")
+        require_dense(self.model, kappa.parameters, "κ is that of all of its entries")
+        if not (capturing() or any(group["steps"] for group in self.param_groups)):
+            require_finite(self.model)
         stale = any(group["steps"] % self.interval == 0 for group in self.param_groups)
         for group in self.param_groups:
             group["steps"] += 1
@@ -256,6 +256,9 @@ class FrozenSkeletonSGD(ModelSGD):
     def _frozen(self) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
         """What is here of parameters with free skeleton weights, and where those are; kept as long as the state is."""
         self._look()
+        for group in self.param_groups:
+            if group["weight_decay"] or group["fused"]:
+                require_dense(self.model, group["params"], "weight_decay and fused=True are for all of its entries")
         if self._free is not None and seen(self.param_groups, self.state).same(self._free[0]):
             return [(local(weight), entries) for weight, entries in self._free[1]]
         chosen, moving = self._chosen(), any(bool(group["lr"] != 0) for group in self.param_groups)

@@ -8,16 +8,17 @@ running variance times a_r². Coordinates that neither changes:
     b_e = w_e · G(tail)/G(head)    edges whose row no norm absorbs: β, later γ's of a stream, the last layer
     t_r = w_r · G(tail)/n_r        rows that a norm absorbs, n_r = ‖w_r · G(tail)‖: points on the unit sphere
 
-Of units that no norm writes, in(u) is the largest weight of the first layer that does, with a reference as in `step.py`
-that makes G(u) the norm of the row, so that b of the row has norm 1 at first. in(u) never moves: what it could express,
-the columns that read u express. That is why γ stands still. It is not out(u), as elsewhere, because that may lie in an
-absorbed row, whose scale means nothing.
+γ is the gain of any norm. Of units that have none, in(u) is the largest weight of the first layer that writes them,
+with a reference as in `step.py` that makes G(u) the norm of the row, so that b of the row has norm 1 at first. in(u)
+never moves: what it could express, the columns that read u express. That is why γ stands still. It is not out(u), as
+elsewhere, because that may lie in an absorbed row, whose scale means nothing.
 
     ∂ℓ/∂b = g · G(head)/G(tail),   ∂ℓ/∂t = g · n_r/G(tail) less its part along t
 
 An optimizer sees b, and 0 in place of t: it is asked for a change d, so that its weight decay finds nothing to decay.
 d is projected, d − ⟨d, t⟩t, and followed by the way back to the sphere, t′ = (t + d)/‖t + d‖; w_r = t′·n_r/G(tail). The
 row keeps its norm, in coordinates, so running statistics stay true. A bias before a norm does nothing and is not moved.
+A scale that a norm divides out of several rows at once, as LayerNorm does, is left: these rows move in coordinates b.
 
 Shapes: as in `step.py`. Units are those of the exact view; absorbed rows are ground.
 """
@@ -27,15 +28,15 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from gspace.analysis import Analysis, Edges
-from gspace.analysis.result import plain
+from gspace.analysis.result import ids_of, plain
 from gspace.devices import on_cpu
 from gspace.optim.arguments import require_finite
 from gspace.optim.choice import Chosen
 from gspace.optim.plan import Layer
 from gspace.optim.skeleton import (
+    COEFFICIENTS,
     NOT_TRAINED,
     Picked,
     by_edge,
@@ -47,7 +48,8 @@ from gspace.optim.skeleton import (
 from gspace.optim.walks import best_places, connected, first_edges, flat_index, largest, nearer, rows_of, sizes_of
 from gspace.sharding import weights_of
 
-SHARED = "rows before a norm share their scale with other weights"
+ONLY_ZEROS = "have only zeros in the gains that write them, or without a gain in their first row of weights"
+SHARED = "scales before a norm are each shared by several rows or other weights"
 
 
 @on_cpu
@@ -70,8 +72,7 @@ def absorbed_rows(analysis: Analysis) -> tuple[dict[str, Tensor], int]:
     for e in edges:
         read[e.tail.reshape(-1)] = True
         rows = torch.bincount(e.head.reshape(-1), minlength=n)
-        is_bias = "bias" in e.name.rpartition(".")[2] and e.tail.shape[1] == 1  # the name of the tensor, not a module's
-        if not (is_bias and bool((rows[1:] <= 1).all())):
+        if not (_is_called_bias(e) and e.tail.shape[1] == 1 and bool((rows[1:] <= 1).all())):
             written += rows
     own = (written == 1) & ~read
     own[: 1 + analysis.H] = False
@@ -79,29 +80,42 @@ def absorbed_rows(analysis: Analysis) -> tuple[dict[str, Tensor], int]:
     return masks, int((~own[1 + analysis.H :]).sum())
 
 
+def _is_called_bias(e: Edges) -> bool:
+    """By the name of the tensor, not a module's: a gain looks the same."""
+    return "bias" in e.name.rpartition(".")[2]
+
+
 @torch.no_grad()
 @on_cpu
 def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *, final: bool) -> Chosen:
-    """in(u) of every exact unit in the weights of now. `analysis` is that of the model, not its exact view."""
+    """in(u) of every exact unit in the weights of now. `analysis` is that of the model, not its exact view.
+
+    A gain γ is a vector that reads ground, is not called a bias, and writes the unit before anything else does, or
+    right behind a BatchNorm. The first gain of a unit that is not 0 is its in(u).
+    """
     require_finite(model)
     weights = weights_of(model)
     dims = {name: p.dim() for name, p in model.named_parameters()}
     exact, trained = view(analysis), trained_names(model, parameters)
     edges, n = exact.transparent, exact.H_paper + 1
     _, shared = absorbed_rows(analysis)
-    gains = {f"{name}.weight".lstrip(".") for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    vectors = {e.name for e in edges if dims[e.name] < 2 and not bool(e.tail.any())}  # γ, β and biases
     in_edge, in_index, parent = torch.full((n,), -1), torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.long)
-    gauge, normed = torch.ones(n, dtype=torch.float64), torch.zeros(n, dtype=torch.bool)
-    for k in sorted((k for k, e in enumerate(edges) if e.name in gains), key=lambda k: edges[k].first):
-        unit, value = edges[k].head.reshape(-1), weights[edges[k].name].cpu().reshape(-1).double().abs()
-        first = (unit > 0) & (in_edge[unit] < 0) & (value > 0)
-        in_edge[unit[first]], gauge[unit[first]] = k, value[first]
-        in_index[unit[first]] = torch.arange(len(unit))[first]
-        normed[unit] = True
-    normed[0] = True
+    gauge, written, gained = torch.ones(n, dtype=torch.float64), *torch.zeros(2, n, dtype=torch.bool)
+    paper = {e.name for e in analysis.transparent}  # without γ of a BatchNorm, which counts wherever it writes
+    for k in sorted(range(len(edges)), key=lambda k: edges[k].first):
+        unit = edges[k].head.reshape(-1)
+        if edges[k].name in vectors and not _is_called_bias(edges[k]):
+            value = weights[edges[k].name].cpu().reshape(-1).double().abs()
+            gained[unit] |= ~written[unit] | (edges[k].name not in paper)
+            first = (unit > 0) & gained[unit] & (in_edge[unit] < 0) & (value > 0)
+            in_edge[unit[first]], gauge[unit[first]] = k, value[first]
+            in_index[unit[first]] = torch.arange(len(unit))[first]
+        written[unit] = True
+    gained[0] = True
     references = torch.ones(2, n, dtype=torch.float64)
-    layers = [e if dims[e.name] > 1 else replace(e, head=torch.zeros_like(e.head)) for e in edges]
-    edge, index, other = largest_writers(layers, weights, gauge, ~normed)
+    rows = [replace(e, head=e.head * (e.name not in vectors)) for e in edges]
+    edge, index, other = largest_writers(rows, weights, gauge, ~gained)
     for k, units in enumerate(by_edge(edge, len(edges))):
         value = weights[edges[k].name].detach().cpu().reshape(-1)[index[units]].double()
         references[0, units] = value * gauge[other[units]] / gauge[units]
@@ -109,9 +123,10 @@ def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *
     in_edge[found], in_index[found], parent[found] = edge[found], index[found], other[found]
     live = connected(edges, n)
     reasons = {
+        COEFFICIENTS: ~torch.isin(torch.arange(n), ids_of(edges)),
         NOT_TRAINED: ~trained_units(edges, trained, n),
         "lie on no path from input to output": ~live & (in_edge < 0),
-        "have no gain of a BatchNorm and no incoming weight other than 0": in_edge < 0,
+        ONLY_ZEROS: in_edge < 0,
     }
     usable, unused = sorted_out(reasons)
     unused += [f"{shared} {SHARED}"] if shared else []

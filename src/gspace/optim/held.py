@@ -1,12 +1,13 @@
 """What all our optimizers ask before a step, and what they do when they are copied or loaded."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim.optimizer import Optimizer
 
 from gspace.optim.arguments import require_model, require_own_group
@@ -14,6 +15,7 @@ from gspace.optim.hooks import hooked, watched
 from gspace.sharding import any_sharded, local, refuse_redundancy
 
 State = dict[str, Any]
+_SHAPE = attrgetter("shape")
 
 
 class Held:
@@ -31,23 +33,31 @@ class Held:
         self.filled = [owner for owner in self.owners if owner]
         self.names = [name for owner in self.filled for name in owner]
         self.values = [value for owner in self.filled for value in owner.values()]
+        self.shaped = {name: p for name, p in model.named_parameters() if not isinstance(p, UninitializedParameter)}
+        self.shapes = [p.shape for p in self.shaped.values()]
 
     def require_same(self, owner: str) -> None:
-        """Raises if a module holds other objects, or under other names, or in another order."""
+        """Raises if a module holds other objects, or under other names, in another order or of other shapes."""
         if (
             list(map(len, self.owners)) == self.sizes
             and all(map(is_, chain.from_iterable(map(dict.values, self.filled)), self.values))
             and all(map(is_, chain.from_iterable(self.filled), self.names))
+            and list(map(_SHAPE, self.shaped.values())) == self.shapes
         ):
             return
+        where = next(self._changes(), None)
+        if where is not None:
+            raise RuntimeError(
+                f"the model was changed after {owner} was made: {where!r} is not what it was. "
+                f"Make a new {owner} for the changed model."
+            )
+
+    def _changes(self) -> Iterator[str]:
         for path, here, seen in self.seen:
             for name in (*seen, *here):
                 if name not in here or name not in seen or here[name] is not seen[name]:
-                    where = f"{path}.{name}".strip(".")
-                    raise RuntimeError(
-                        f"the model was changed after {owner} was made: {where!r} is not what it was. "
-                        f"Make a new {owner} for the changed model."
-                    )
+                    yield f"{path}.{name}".strip(".")
+        yield from (name for (name, p), shape in zip(self.shaped.items(), self.shapes, strict=True) if p.shape != shape)
 
 
 class OfModel(Optimizer):
