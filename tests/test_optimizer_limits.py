@@ -28,6 +28,7 @@ from contract import (
     values,
     without_units,
 )
+from gspace.optim.skeleton import APART
 
 # No unit --------------------------------------------------------------------------------------------------------------
 
@@ -366,18 +367,22 @@ class Mirrored(nn.Module):
         return F.conv_transpose2d(F.conv_transpose2d(h, self.v).relu(), self.w)
 
 
-def test_it_is_not_said_that_no_unit_can_be_rescaled_where_analyze_lists_some() -> None:
+def test_units_that_the_papers_view_lacks_are_told_once() -> None:
     model, x = Mirrored(), torch.randn(2, 3, 8, 8)
-    with pytest.warns(UserWarning, match="can use no unit of this model, .*: none of the 5 that gspace.analyze finds"):
-        gspace.GSGD(model, lr=0.1, example_input=x)
+    optimizer = gspace.GSGD(model, lr=0.1, example_input=x)
+    with pytest.warns(UserWarning, match="cannot use all units of this model: 5 units are not in the paper's") as told:
+        optimizer.rechoose()
+    assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert gspace.GSGD(model, lr=0.1, example_input=x, batch_norm="exact").skeleton.H == 5
+    table = nn.Sequential(nn.Embedding(7, 5, padding_idx=0), nn.ReLU(), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    assert gspace.build_skeleton(table, gspace.analyze(table)).unused == (f"5 units {APART}",)
 
 
 @pytest.mark.parametrize("make", [gspace.GSGD, lambda model, lr: gspace.InGSpace(model, torch.optim.SGD, lr=lr)])
 def test_a_model_without_units_is_said_to_have_none(make: Any) -> None:
-    with pytest.warns(UserWarning, match="can use no unit of this model, .* says what pins them") as caught:
+    with pytest.warns(UserWarning, match="no unit of this model can be rescaled, so") as caught:
         make(nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2)), lr=0.1)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():

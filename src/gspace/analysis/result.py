@@ -199,6 +199,15 @@ class Analysis:
         return self.H - int(((left > 0) & (left <= self.H)).sum())
 
     @property
+    def apart(self) -> int:
+        """Other exact units that the paper's view does not have: there a weight has one head and one tail."""
+        paper = {e.name: e for e in self.transparent}
+        both = [(e, paper[e.name]) for e in plain(self.edges, self.forms) if e.name in paper]
+        there = [mine[theirs > 0] for e, p in both for mine, theirs in ((e.head, p.head), (e.tail, p.tail))]
+        left = torch.cat([torch.zeros(1, dtype=torch.long, device="cpu"), *there]).unique()
+        return self.H - self.special - int(((left > 0) & (left <= self.H)).sum())
+
+    @property
     def invariant_ratio(self) -> float:
         """H/m, the share of directions in weight space that do not change the network."""
         return self.H / self.m if self.m else 0.0
@@ -226,7 +235,7 @@ class Analysis:
         if self.special:
             lines.append(f"optimizers leave out {self.special:,} of them, with other powers (as queries and keys)")
         if self.H_paper != self.H - self.special:
-            lines.append(f"{self.H_paper:,} units in the paper's view, where BatchNorm is ignored")
+            lines.append(f"{self.H_paper:,} units in the paper's view, which optimizers take by default")
         inside = [pin for pin in self.pinned if pin.operation != "output"]
         if inside:
             lines += ["", "pinned:"] + [f"  {pin.told(_times(pin.count, n))}" for pin, n in folded(inside)]

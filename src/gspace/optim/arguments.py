@@ -131,11 +131,10 @@ def given(example_input: Inputs | None) -> dict[str, Any]:
 
 
 def warn_of_no_units(analysis: Analysis, owner: str, stacklevel: int) -> None:
-    if analysis.H_paper == 0 and not analysis.special:  # those are told when the skeleton is chosen
-        why = "gspace.analyze says what pins them; an example_input may tell more"
-        why = f"none of the {analysis.H} that gspace.analyze finds is in the paper's view" if analysis.H else why
+    if not (analysis.H or analysis.H_paper):  # those that it cannot use are told when the skeleton is chosen
         warnings.warn(
-            f"{owner} can use no unit of this model, and does to it what its optimizer does without G-space: {why}.",
+            f"no unit of this model can be rescaled, so {owner} does to it what its optimizer does without G-space: "
+            "gspace.analyze says what pins them; an example_input may tell more.",
             UserWarning,
             stacklevel=stacklevel + 1,
         )

@@ -27,6 +27,7 @@ from gspace.sharding import weights_of
 Choice = Literal["aligned", "pivoted"]
 NOT_TRAINED = "touch a parameter that is not trained (frozen, or not in params=)"
 COEFFICIENTS = "have other coefficients than one (queries and keys, squares, 1 + w, weights in no (out, in) form)"
+APART = "are not in the paper's view (rows of padding, or a weight that is used transposed, too)"
 ONLY_ZEROS = "have skeleton weights of 0 (in the first weight that writes them or the last that reads them)"
 
 
@@ -112,8 +113,9 @@ def build_skeleton(
         ONLY_ZEROS: (into == 0) | (out == 0),
     }
     usable, unused = sorted_out(reasons)
-    special = [f"{analysis.special} units {COEFFICIENTS}"] if analysis.special else []
-    return skeleton_of(edges, picked, usable, (*special, *unused))
+    outside = {COEFFICIENTS: analysis.special, APART: analysis.apart}
+    told = (f"{count} units {why}" for why, count in outside.items() if count)
+    return skeleton_of(edges, picked, usable, (*told, *unused))
 
 
 def sorted_out(reasons: Mapping[str, Tensor]) -> tuple[Tensor, list[str]]:
