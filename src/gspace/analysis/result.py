@@ -199,15 +199,6 @@ class Analysis:
         return self.H - int(((left > 0) & (left <= self.H)).sum())
 
     @property
-    def apart(self) -> int:
-        """Other exact units that the paper's view does not have: there a weight has one head and one tail."""
-        paper = {e.name: e for e in self.transparent}
-        both = [(e, paper[e.name]) for e in plain(self.edges, self.forms) if e.name in paper]
-        there = [mine[theirs > 0] for e, p in both for mine, theirs in ((e.head, p.head), (e.tail, p.tail))]
-        left = torch.cat([torch.zeros(1, dtype=torch.long, device="cpu"), *there]).unique()
-        return self.H - self.special - int(((left > 0) & (left <= self.H)).sum())
-
-    @property
     def invariant_ratio(self) -> float:
         """H/m, the share of directions in weight space that do not change the network."""
         return self.H / self.m if self.m else 0.0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges, require_module
+from gspace.analysis.result import plain
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
 from gspace.optim.arguments import require_finite
@@ -113,9 +114,18 @@ def build_skeleton(
         ONLY_ZEROS: (into == 0) | (out == 0),
     }
     usable, unused = sorted_out(reasons)
-    outside = {COEFFICIENTS: analysis.special, APART: analysis.apart}
+    outside = {COEFFICIENTS: analysis.special, APART: _apart(analysis)}
     told = (f"{count} units {why}" for why, count in outside.items() if count)
     return skeleton_of(edges, picked, usable, (*told, *unused))
+
+
+def _apart(analysis: Analysis) -> int:
+    """Exact units that the paper's view does not have: there a weight has one head and one tail."""
+    paper = {e.name: e for e in analysis.transparent}
+    both = [(e, paper[e.name]) for e in plain(analysis.edges, analysis.forms) if e.name in paper]
+    there = [mine[theirs > 0] for e, p in both for mine, theirs in ((e.head, p.head), (e.tail, p.tail))]
+    left = torch.cat([torch.zeros(1, dtype=torch.long), *there]).unique()
+    return analysis.H - analysis.special - int(((left > 0) & (left <= analysis.H)).sum())
 
 
 def sorted_out(reasons: Mapping[str, Tensor]) -> tuple[Tensor, list[str]]:
