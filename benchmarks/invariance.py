@@ -141,19 +141,19 @@ def table(rows: Sequence[Mapping[str, Any]], figure: str) -> str:
 def page(record: Mapping[str, Any]) -> str:
     return f"""# Invariance of optimizers under rescaling
 
-A network w and a rescaled copy g_c(w) are one function. Every unit of the copy is scaled by e^N(0, 1). Both are trained
-on the same {record["steps"]} batches of {BATCH} digits, in float64. How far are their outputs apart in the end?
+A network w and a rescaled copy g_c(w) are the same function. Every unit of the copy is scaled by e^N(0, 1). Both train
+on the same {record["steps"]} batches of {BATCH} digits, in float64. How far apart are their outputs at the end?
 
 - Every entry is the median (smallest … largest) over n = {record["seeds"]} seeds of weights, scales and batches.
 - GSGD and InGSpace use `reference="balanced"`. With `batch_norm="exact"` there is no reference.
 - The residual streams of ResNets are rescaled too. Optimizers in G-space follow them
-  (`analysis=analyze(model, residual="tie")`). The row that says "pin" has their default, which follows only the scales
-  inside of blocks.
+  (`analysis=analyze(model, residual="tie")`). The "pin" row uses the default, which follows only the scales inside
+  blocks.
 - Path-SGD takes BatchNorm as the affine map that it is in evaluation mode.
 
 One such pair over 400 steps, training loss (`gspace bench twins`):
 
-![Training loss of a network and of its rescaled copy: the curves of SGD part, those of G-SGD coincide](twins.svg)
+![Training loss of a network and its rescaled copy: SGD's curves drift apart, G-SGD's coincide](twins.svg)
 
 ## max |f(w) − f(g_c w)| / max |f(w)| after {record["steps"]} steps
 
