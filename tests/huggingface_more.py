@@ -231,8 +231,9 @@ MORE = (
     ),
     # Frozen BatchNorm adds constants: no unit in the backbone. Encoder: V → O, Q → K, fc1 → fc2; sine positions are
     # added to the stream, so only the norm before the feed-forward has a scale, absorbed. Decoder: two attentions and
-    # fc1 → fc2; the learned queries and the norms they are added to share one scale; the norm before each feed-forward,
-    # the last before the final norm, and the first attention (added to zeros) have one each. Boxes: two hidden layers.
+    # fc1 → fc2, but for the first V, which is pinned, as its weights multiply zeros; the learned queries and the norms
+    # they are added to share one scale; the norm before each feed-forward, the last before the final norm, and the
+    # first attention (added to zeros) have one each. Boxes: two hidden layers.
     Family(
         "detr",
         "DetrForObjectDetection",
@@ -257,7 +258,7 @@ MORE = (
             "num_labels": 4,
         },
         images,
-        H=L * (2 * h + f) + 3 * (4 * h + 9) + 2 * h,
+        H=L * (2 * h + f) + 3 * (4 * h + 9) + 2 * h - h,
         H_absorbed=L + 1 + 3 + 1 + 1,
     ),
     # A block: two gains, V → O, Q → K, fc1 → depthwise convolution 3c; where keys are taken from fewer places, the

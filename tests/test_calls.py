@@ -125,8 +125,8 @@ def test_an_expert_that_gets_no_row_is_tried_with_other_batches() -> None:
     assert max(moved(model, (OTHER,), found).values()) <= EXACT
 
 
-def test_weights_that_only_multiply_zeros_are_unseen() -> None:
-    """Of a hidden state that begins at 0 they are seen from the second step on."""
+def test_weights_that_only_multiply_zeros_are_pinned() -> None:
+    """Those of a hidden state that begins at 0 do more from the second step on."""
 
     def recurrent(s: Any, x: Tensor) -> Tensor:
         h = x.new_zeros(len(x), 5)
@@ -136,7 +136,10 @@ def test_weights_that_only_multiply_zeros_are_unseen() -> None:
 
     model = Net(recurrent, a=nn.Linear(4, 5), r=nn.Linear(5, 5, bias=False), o=nn.Linear(5, 3)).double()
     short, long = X[:, None], X[:, None].repeat(1, 3, 1)
-    assert gspace.analyze(model, short).unseen == {"r.weight": 25}
+    found = gspace.analyze(model, short)
+    assert (found.H, found.unseen) == (0, {})
+    assert "r.weight: the example multiplies it by zeros alone" in str(found)
+    assert max(moved(model, (2 * long,), found).values()) <= EXACT
     found = gspace.analyze(model, [short, long])
     assert (found.H, found.unseen) == (5, {})
     assert max(moved(model, (2 * long,), found).values()) <= EXACT

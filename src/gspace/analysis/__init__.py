@@ -87,6 +87,7 @@ def analyze(
             with suppress(TraceError):
                 if follow.misses_experts():
                     follow.run(redrawn(examples[0], generator), ways)
+        on_cpu(follow.end)()
         return follow
 
     with untouched(inner), _seldom_collected():

@@ -96,13 +96,21 @@ class Follow(Run):
                 self.memory.write(p.detach().as_strided((n,), (1,), 0), Raw(key_of(p), (n,), (1,), 0))
 
     def unread(self) -> list[nn.Parameter]:
-        """Parameters that no run has read, or only to multiply zeros: those of another batch may be none."""
-        return [leaf.parameter for leaves in self.weights.leaves.values() for leaf in leaves if leaf.kinds <= {"zero"}]
+        """Parameters that no run has read."""
+        return [leaf.parameter for leaves in self.weights.leaves.values() for leaf in leaves if not leaf.kinds]
 
     def misses_experts(self) -> bool:
         """Whether a parameter was not read, or one of several in one tensor was not."""
         stacked = [leaf for leaves in self.weights.leaves.values() for leaf in leaves if leaf.parameter.dim() > 2]
         return bool(self.unread()) or not all(bool(leaf.seen.content.all()) for leaf in stacked)
+
+    def end(self) -> None:
+        """Once, behind all runs."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for leaf in self.weights.settle_zeros():
+            name = names[id(leaf.parameter)]
+            reason = f"{name}: the example multiplies it by zeros alone"
+            self.pins.append(Pin("zero", name, channels(leaf.place[0]), reason))
 
     def run(self, example: Inputs, modes: Sequence[bool]) -> None:
         """One run in each mode; where chance decides a branch, runs until several in a row say nothing new."""

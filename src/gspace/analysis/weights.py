@@ -26,8 +26,8 @@ class Leaf:
         head, tail, seen: Nodes of its elements, and whether they were used.
         shift: `shift` + w is what scales (1 for a gain written 1 + w).
         groups: Of a convolution.
-        kinds: Names of what it was used for: "edge", "norm" (γ or β of a BatchNorm), "pinned", "zero" (only zeros were
-            multiplied by it: any scale will do).
+        kinds: Names of what it was used for: "edge", "norm" (γ or β of a BatchNorm), "pinned", "zero" (zeros were
+            multiplied by it).
         table: Dimensions of which the widest use has read several rows, but not all.
     """
 
@@ -50,12 +50,14 @@ class Weights:
         note: Called with a number of channels and a reason where something is pinned here.
         leaves: By storage.
         repeats: Pairs (h₁, t₁), (h₂, t₂) of elements that were used twice.
+        zeros: Uses with zeros alone: parameter, place, nodes of the result.
     """
 
     equations: Equations
     note: Callable[[int, str], None]
     leaves: dict[int, list[Leaf]] = field(default_factory=dict)
     repeats: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=list)
+    zeros: list[tuple[Leaf, Place, Tensor]] = field(default_factory=list)
 
     def enter(self, parameter: nn.Parameter) -> None:
         self.leaves.setdefault(key_of(parameter), []).append(Leaf(parameter))
@@ -94,9 +96,10 @@ class Weights:
         leaf, place = self._found(raw)
         literal = tail == ANY
         if bool(literal.any()):
-            if bool(literal.all()):  # all of it is multiplied by zeros
+            if bool(literal.all()):
                 leaf.kinds.add("zero")
-                return torch.tensor(ANY).expand(tuple(shape))
+                self.zeros.append((leaf, place, self.equations.fresh(*shape)))
+                return self.zeros[-1][2]
             tail = torch.where(literal, GROUND, tail)
         tail = tail.reshape([1] * (len(shape) - tail.dim()) + list(tail.shape))
         if leaf.kinds <= {"pinned", "zero"}:
@@ -127,6 +130,22 @@ class Weights:
         zero = torch.zeros([1] * len(place[0]), dtype=torch.long)
         self._use(leaf, place, zero, zero, "pinned")
         return True
+
+    def settle_zeros(self) -> list[Leaf]:
+        """What multiplied zeros maps as in its other uses. Returns parameters without any: these are pinned.
+
+        Another batch, or a longer one, may have no zeros there.
+        """
+        for leaf, place, head in self.zeros:
+            other = squash(self.equations.find(leaf.head.read(place)))[0]
+            if leaf.kinds > {"zero"} and all(n in (1, size) for n, size in zip(other.shape, head.shape, strict=True)):
+                self.equations.tie(head, other.expand(head.shape))
+            else:
+                self.equations.ground(head)
+        alone = list(dict.fromkeys(leaf for leaf, _, _ in self.zeros if leaf.kinds == {"zero"}))
+        for leaf in alone:
+            self._pinned(leaf, leaf.place)
+        return alone
 
     def free(self) -> int:
         """How many classes of nodes the uses touch."""
