@@ -83,6 +83,79 @@ def test_what_a_plain_object_keeps_is_read_by_others() -> None:
     assert gspace.analyze(model, X).H == 0
 
 
+class Slots:
+    __slots__ = ("h",)
+
+
+def in_attribute(s: Any, h: Tensor) -> Tensor:
+    return s.state[0].copy_(h)
+
+
+def in_object_of_list(s: Any, h: Tensor) -> None:
+    s.objects[0].h = h
+
+
+def in_slots(s: Any, h: Tensor) -> None:
+    s.slots.h = h
+
+
+@pytest.mark.parametrize("keep", [in_attribute, in_object_of_list, in_slots])
+def test_what_is_kept_anywhere_is_not_rescaled(keep: Callable[[Any, Tensor], Any]) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = F.relu(s.a(x))
+        keep(s, h)
+        return s.o(h)
+
+    parts = {"state": [torch.zeros(6, 5).double()], "objects": [SimpleNamespace()], "slots": Slots()}
+    found = gspace.analyze(Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3), **parts).double(), X)
+    assert found.H == 0
+    assert "kept where others may read it" in str(found)
+
+
+def test_a_graph_that_the_output_holds_is_not_kept_for_others() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return s.o(F.relu(s.a(x)))
+
+    assert gspace.analyze(Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double(), X).H == 5
+
+
+def test_a_parameter_of_the_model_may_be_an_input() -> None:
+    model = Net(lambda s, x, w: s.o(F.relu(F.linear(x, w))), a=nn.Linear(4, 5, bias=False), o=nn.Linear(5, 3)).double()
+    assert gspace.analyze(model, (X, model.a.weight)).H == 5
+
+
+def test_objects_among_the_inputs_are_not_written() -> None:
+    def forward(s: Any, x: Tensor, cache: Any) -> Tensor:
+        cache.past.append(F.relu(s.a(x)))
+        return s.o(cache.past[-1])
+
+    cache = SimpleNamespace(past=[])
+    gspace.analyze(Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double(), (X, cache))
+    assert cache.past == []
+
+
+THINGS = {
+    "conjugate": lambda: torch.randn(3, dtype=torch.cfloat).conj(),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.quint8),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.empty(3, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", THINGS)
+def test_tensors_of_any_kind_may_lie_in_a_model(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    thing = model.thing = THINGS[name]()
+    inside: list[Any] = [thing]
+    inside.append(inside)  # a cycle
+    model.more = SimpleNamespace(inside=inside)
+    assert gspace.analyze(model, X).H == 5
+    assert model.thing is thing
+
+
 @pytest.mark.filterwarnings("ignore:.*(jit|deprecated)")
 def test_scripted_parts_stay_in_their_mode() -> None:
     inside = torch.jit.script(nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.ReLU()))
@@ -101,6 +174,27 @@ def test_a_call_on_no_rows_says_nothing_of_its_weights() -> None:
     found = gspace.analyze(model, X[:0])
     assert (found.H, sum(found.unseen.values())) == (0, found.m)
     assert gspace.analyze(model, [X[:0], X]).H == 5
+
+
+def test_a_result_that_is_written_to_an_empty_tensor_is_followed() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return s.o(torch.sigmoid(F.relu(s.a(x)), out=x.new_empty(0)))
+
+    assert gspace.analyze(Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double(), X).H == 0
+
+
+def test_no_rows_are_added_to_a_stream() -> None:
+    nothing = torch.empty(0, dtype=torch.long)
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = F.relu(s.a(x))
+        return s.o(h.index_add(0, nothing, h[:0]) + h[:0].sum(0))
+
+    model = Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double()
+    found = gspace.analyze(model, X)
+    assert found.H == 5
+    assert max(moved(model, (OTHER,), found).values()) <= EXACT
 
 
 class Routed(nn.Module):

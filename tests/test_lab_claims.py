@@ -116,6 +116,15 @@ def test_a_lead_that_grows_with_width_shrinks_with_the_invariant_ratio() -> None
     assert again[2] == "the reverse"
     assert f": +{mean * 1.025 / 1.02:.4f} ±" in again[3]
     assert again[3].endswith("(4)")
+    gone = next(recipe for recipe in found if recipe.optimizer == "gsgd")
+    (open_line,) = (r for r in claims([widths], found | {gone: ended(gone, None)})[0].rows if "grows with H/m" in r[0])
+    assert open_line[2] == "open"
+    assert open_line[3].endswith("(3), 1 diverged")
+    wide = [recipe for recipe in found if recipe.optimizer == "gsgd" and recipe.hidden[0] == 8]
+    (none_left,) = (
+        r for r in claims([widths], found | {one: ended(one, None) for one in wide})[0].rows if "grows with H/m" in r[0]
+    )
+    assert none_left[2] == "open"
 
 
 def test_what_has_less_is_not_behind() -> None:

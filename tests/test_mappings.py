@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -422,6 +423,54 @@ def test_weights_that_are_not_finite_are_refused_before_anything_changes(value: 
         with pytest.raises(ValueError, match=r"^1\.weight is not finite"):
             call()
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0, equal_nan=True)
+
+
+class Masked(nn.Module):
+    """Attention whose mask is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.o = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.mask = nn.Parameter(torch.full((4, 4), float("-inf")).triu(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o((self.mask + x @ x.mT).softmax(-1) @ self.v(x))
+
+
+def test_parameters_that_have_no_scale_need_not_be_finite() -> None:
+    torch.manual_seed(0)
+    net, x = Masked(), torch.randn(2, 4, 4)
+    assert gspace.check_mappings(net, [("v", ["o"])], x) == []
+    before = net(x)
+    gspace.equalize_(net, example_input=x)
+    torch.testing.assert_close(net(x), before)
+
+
+class Listed(nn.Module):
+    """Reads its first weight from a list, as recurrent layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.o = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.weights = [self.a.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(F.relu(F.linear(x, self.weights[0], self.a.bias)))
+
+
+def test_a_table_is_tried_on_a_parameter_that_a_list_holds_too() -> None:
+    net, x = Listed(), torch.randn(6, 4)
+    assert gspace.check_mappings(net, [("a", ["o"])], x) == []
+    assert net.a.weight.dtype == torch.float32
+    assert net.weights[0] is net.a.weight
+
+
+def test_maxima_before_an_instance_norm_are_those_of_channels() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.InstanceNorm2d(4, affine=True), nn.Conv2d(4, 3, 3))
+    x = torch.randn(2, 4, 6, 6)
+    gspace.smooth_(net, x, alpha=1.0)
+    torch.testing.assert_close(net[0](x).abs().amax((0, 2, 3)), torch.ones(4))
 
 
 def test_weights_of_the_ends_of_float64_are_equalized() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
-from gspace.analysis.forward import Inputs, arguments, attributes, copied, set_mode, tensors_in
+from gspace.analysis.forward import Inputs, arguments, copied, set_mode, tensors_in
 from gspace.analysis.memory import Memory, Raw, geometry, key_of
 from gspace.analysis.result import Pin
 from gspace.analysis.run import Run, called, written
@@ -129,20 +129,21 @@ class Follow(Run):
         self.position = 0
         self.memory.keep({*self.parameters, *self.statistics})  # no scale follows what else an earlier run has left
         torch.clear_autocast_cache()
-        example = copied(dict(example) if isinstance(example, Mapping) else example, {})
+        example = copied(example)
         self.given(tensors_in(arguments(example), caches=True))
-        known = {id(t) for t in attributes(self.model)}
         out = called(self, self.model, example)
         for name, p in self.model.named_parameters():
             if key_of(p) not in self.parameters and p.numel():
                 raise written(name)
         with torch._C.DisableTorchFunction():
-            for t in tensors_in(out):
-                self.pin(self.ids(t), "an output of the model", "output")
-            left = [t for t in attributes(self.model) if id(t) not in known]  # for others to read: as good as an output
-            for t in [*left, *self.model.buffers(), *tensors_in(arguments(example))]:
-                if self.depends_on_data(t) and key_of(t) not in self.statistics:
-                    self.pin(self.ids(t), "kept where others may read it", "attribute")
+            for nodes in [self.ids(t) for t in tensors_in(out)]:
+                self.pin(nodes, "an output of the model", "output")
+            known = {*self.parameters, *self.statistics, *map(key_of, tensors_in(out, caches=True))}
+            del out  # and the graph behind it
+            for key, shadow in list(self.memory.shadows.items()):  # what lives on is as good as an output
+                if key in self._data and key not in known and not shadow.storage.expired():
+                    content = shadow.content if isinstance(shadow.content, Raw) else shadow.content.content
+                    self.pin(content, "kept where others may read it", "attribute")
 
     # Shadows ----------------------------------------------------------------------------------------------------------
 
@@ -246,7 +247,8 @@ class Follow(Run):
         listed = [dims] if isinstance(dims, int) else list(dims or range(rank))
         listed = sorted({d % rank for d in listed} if rank else set())
         if not nodes.numel():
-            return torch.tensor(GROUND).expand([1 if d in listed else n for d, n in enumerate(nodes.shape)])
+            left = [1 if d in listed else n for d, n in enumerate(nodes.shape) if keep or d not in listed]
+            return torch.tensor(ANY).expand(left)  # a sum over nothing is 0
         for d in listed:
             if nodes.stride(d) == 0 and nodes.shape[d] > 1:
                 nodes = nodes.narrow(d, 0, 1)

@@ -7,13 +7,13 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from types import ModuleType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
 
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 ONE_AT_A_TIME = threading.RLock()  # while it lasts, a run changes the model and flags of torch
@@ -49,15 +49,18 @@ def arguments(example_input: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise TypeError(f"example_input must be a Tensor, a tuple or a dict of inputs, got {type(example_input).__name__}")
 
 
-def copied(value: Any, made: dict[int, Tensor]) -> Any:
-    """A batch with other tensors, for a model that writes into its inputs; what was one tensor stays one."""
-    if type(value) in (list, tuple):
-        return type(value)(copied(part, made) for part in value)
-    if type(value) is dict:
-        return {key: copied(part, made) for key, part in value.items()}
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and id(value) not in made:
-        made[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
-    return made.get(id(value), value)
+def copied(example: Inputs) -> Inputs:
+    """A batch with other tensors and objects, for a model that writes into its inputs; what was one stays one.
+
+    What cannot be copied is taken as it is.
+    """
+    memo: dict[int, Any] = {}
+    for t in tensors_in(arguments(example), caches=True):
+        kept = isinstance(t, nn.Parameter)
+        memo[id(t)] = t if kept else t.detach().clone().requires_grad_(t.requires_grad)
+    with suppress(Exception):
+        return deepcopy(dict(example) if isinstance(example, Mapping) else example, memo)
+    return example
 
 
 def tensors_in(value: Any, *, caches: bool = False) -> list[Tensor]:
@@ -110,8 +113,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
         empty = [value for value in held if isinstance(value, CONTAINERS) and not value]  # most of what a module has
         ways = [_way_back(value) for value in held if not isinstance(value, CONTAINERS) or value]
         ways += [(_restore_parameter, p, p.data, p.grad, p.requires_grad) for p in parameters]
-        kept = [t for t in (*buffers, *attributes(model)) if not t.is_meta and t.layout is torch.strided]
-        ways += [(_restore, t, t.detach().clone()) for t in kept]
         ways += [(setattr, m, "training", m.training) for m in modules if isinstance(m, torch.jit.ScriptModule)]
         later.callback(_go_back, ways, empty)
         for m in modules:
@@ -154,17 +155,25 @@ def _go_back(ways: Sequence[tuple[Any, ...]], empty: Sequence[Any]) -> None:
 
 
 def _held(values: Iterable[Any]) -> list[Any]:
-    """Containers, however deep, and generators in them."""
+    """Containers, however deep, and what in them a run may change in place."""
     found: dict[int, Any] = {}
     waiting = list(values)
     while waiting:
         value = waiting.pop()
         if id(value) not in found and isinstance(value, (*CONTAINERS, tuple)):
             waiting += value.values() if isinstance(value, dict) else value
-        elif not isinstance(value, random.Random) and not any(hasattr(value, name) for name in GENERATORS):
+        elif not _can_change(value):
             continue
         found[id(value)] = value
     return [value for value in found.values() if not isinstance(value, tuple)]
+
+
+def _can_change(value: Any) -> bool:
+    """Tensors of plain memory, but for parameters, which a run must not write; generators."""
+    if isinstance(value, Tensor):
+        special = isinstance(value, nn.Parameter) or value.is_meta or value.is_nested or value.is_quantized
+        return value.layout is torch.strided and not special
+    return isinstance(value, random.Random) or any(hasattr(value, name) for name in GENERATORS)
 
 
 CONTAINERS = (dict, list, set, deque)
@@ -172,8 +181,10 @@ GENERATORS = ("set_state", "bit_generator")  # of torch and numpy
 
 
 def _way_back(value: Any) -> tuple[Any, ...]:
-    """A function and arguments that restore a container or a generator."""
+    """A function and arguments that restore a container, a tensor or a generator."""
     match value:
+        case Tensor():
+            return _restore, value, value.detach().clone()
         case dict():
             return _restore_dict, value, dict(value)
         case list() | set() | deque():
@@ -218,7 +229,8 @@ def _restore_parameter(p: nn.Parameter, data: Tensor, grad: Tensor | None, requi
 
 def _restore(buffer: Tensor, before: Tensor) -> None:
     """Where bytes differ: a write would count as a change, and NaN equals itself."""
-    now, then = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (buffer, before))
+    bare = (t.detach().resolve_conj().resolve_neg() for t in (buffer, before))
+    now, then = (t.contiguous().reshape(-1).view(torch.uint8) for t in bare)
     if buffer.shape == before.shape and torch.equal(now, then):
         return
     with torch.inference_mode(buffer.is_inference()), torch.no_grad():
@@ -229,19 +241,6 @@ def set_mode(model: nn.Module, training: bool) -> None:
     """Flags alone: `train()` may be overridden to do work."""
     for m in model.modules():
         m.training = training
-
-
-def attributes(model: nn.Module) -> list[Tensor]:
-    """Tensors that modules hold outside of their parameters and buffers."""
-    found: list[Tensor] = []
-    for m in model.modules():
-        own = {name: value for name, value in vars(m).items() if name not in HELD}
-        for value in [v for d in (own, *_objects(m)) for v in d.values()]:
-            if isinstance(value, Tensor):
-                found.append(value)
-            elif isinstance(value, (dict, list, tuple, deque)) and value:
-                found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-    return found
 
 
 def _objects(module: nn.Module) -> list[dict[str, Any]]:

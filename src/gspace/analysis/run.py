@@ -146,7 +146,8 @@ class Run(TorchDispatchMode):
                 raise written(self.parameters[key_of(t)])
         result: Any = None
         silent = is_view
-        if not all(t.numel() for t in tensors):  # an expert that no row reaches says nothing of its weights
+        empty = not all(t.numel() for t in tensors)  # an expert that no row reaches says nothing of its weights
+        if empty and not any(a.is_out for a in func._schema.arguments):  # torch resizes what is given as `out`
             silent = not any(t.numel() for t in targets or tensors_among([func(*args, **kwargs)]))
         if not silent and (name in self.creates or any(t in self.memory for t in tensors)):
             self.operation = name

@@ -115,12 +115,14 @@ def _lines(claim: Claim, experiment: Experiment, found: Found) -> list[Line]:
     at = {(cell.line, cell.method.key): cell for cell in cells if claim.part in cell.part}
     lines: list[Line] = []
     along: dict[float, Mapping[int, float]] = {}
+    diverged = 0
     for place in dict.fromkeys(place for place, _ in at):
         base, other = (at.get((place, key)) for key in (claim.base, claim.other))
         if base is None or other is None:
             continue
         by_seed = gaps(base, other, found, measure)
         lost = sum(outcome(cell.recipes, found, measure).diverged for cell in (base, other))
+        diverged += lost
         if not by_seed and not lost:
             continue
         values, notes = list(by_seed.values()), [f"{lost} diverged"] if lost else []
@@ -134,8 +136,10 @@ def _lines(claim: Claim, experiment: Experiment, found: Found) -> list[Line]:
         along |= {base.axis.of(base.recipes[0]): by_seed} if base.axis else {}
     if not claim.grows:
         return lines
-    slopes = trend(along)
-    return [Line(f"{lines[0].place} to {lines[-1].place}", slopes, verdict(slopes))] if slopes else []
+    slopes, where = trend(along), f"{lines[0].place} to {lines[-1].place}" if lines else ""
+    if diverged:
+        return [Line(where, slopes, "open", f"{diverged} diverged")]
+    return [Line(where, slopes, verdict(slopes))] if slopes else []
 
 
 def trend(differences: Mapping[float, Mapping[int, float]]) -> list[float]:

@@ -1,7 +1,7 @@
 """What an optimizer is given: refused before anything is changed, or warned of."""
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,9 +43,10 @@ def require_one_device(edges: Sequence[Edges], model: nn.Module, mine: Collectio
         )
 
 
-def require_finite(model: nn.Module) -> None:
+def require_finite(model: nn.Module, names: Container[str] | None = None) -> None:
+    """All parameters, or those of these names."""
     require_values(model)
-    parameters = dict(model.named_parameters())
+    parameters = {name: p for name, p in model.named_parameters() if names is None or name in names}
     bad = next((name for name, p in parameters.items() if not _finite(local(p))), None)
     require_all(parameters, f"{bad} is not finite: paths and scales of such a network have no values" if bad else "")
 

@@ -28,7 +28,9 @@ from gspace.sharding import weights_of
 Choice = Literal["aligned", "pivoted"]
 NOT_TRAINED = "touch a parameter that is not trained (frozen, or not in params=)"
 COEFFICIENTS = "have other coefficients than one (queries and keys, squares, 1 + w, weights in no (out, in) form)"
-APART = "are not in the paper's view (rows of padding, or a weight that is used transposed, too)"
+APART = (
+    "are not in the paper's view (rows of padding, weights also used transposed, BatchNorms of inputs without a scale)"
+)
 ONLY_ZEROS = "have skeleton weights of 0 (in the first weight that writes them or the last that reads them)"
 
 

@@ -20,7 +20,7 @@ from gspace.analysis.examples import attempted, first_line
 from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.analysis.result import starred
 from gspace.optim.arguments import require_finite
-from gspace.quantization.find import along, examined, layer
+from gspace.quantization.find import along, examined, layer, touched
 from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, Side, common, multiply_
 
@@ -218,7 +218,7 @@ class _Trial:
     """The model on float64 copies of its parameters and buffers, its output, and what an entry does to it."""
 
     def __init__(self, model: nn.Module, found: Analysis, example_input: Any, seed: int) -> None:
-        require_finite(model)
+        require_finite(model, touched(found))
         self.model = model
         self.parameters = {name: _wide(p.detach()) for name, p in model.named_parameters()}
         self.edges = [(e, layer(e.name, self.parameters)) for e in found.edges]
@@ -236,8 +236,10 @@ class _Trial:
         with untouched(self.model):
             set_mode(self.model, training=False)
             torch.manual_seed(0)
-            state = {**parameters, **{name: _wide(b) for name, b in self.model.named_buffers()}}
-            outputs = torch.func.functional_call(self.model, state, *arguments(self.inputs))
+            for name, p in self.model.named_parameters():  # itself, as lists may hold it too, as those of an RNN do
+                p.data = parameters[name]
+            buffers = {name: _wide(b) for name, b in self.model.named_buffers()}
+            outputs = torch.func.functional_call(self.model, buffers, *arguments(self.inputs))
             return [t for t in tensors_in(outputs) if t.is_floating_point() and t.numel()]
 
     def change(self, entry: Entry, mapping: Mapping | None) -> float | None:

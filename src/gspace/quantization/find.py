@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from gspace.analysis import Analysis, Edges, Inputs, analyze, analyzed, require_module, unwrap
@@ -126,7 +126,12 @@ def _hook(
 
 def channel_dim(module: nn.Module) -> int:
     """Where the channels of a module's input and output lie."""
-    return 1 if isinstance(module, (_ConvNd, _BatchNorm, nn.GroupNorm)) else -1
+    return 1 if isinstance(module, (_ConvNd, _NormBase, nn.GroupNorm)) else -1
+
+
+def touched(found: Analysis) -> set[str]:
+    """Parameters that scale with a unit."""
+    return {e.name for e in found.edges if bool(e.head.any()) or bool(e.tail.any())}
 
 
 # Boxes ----------------------------------------------------------------------------------------------------------------

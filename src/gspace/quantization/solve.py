@@ -20,7 +20,7 @@ from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.group.balance import balanced_log_scales
 from gspace.group.scaling import Scales, rescale_
 from gspace.optim.arguments import require_finite, require_one_of, require_values
-from gspace.quantization.find import channel_dim, examined, layer
+from gspace.quantization.find import channel_dim, examined, layer, touched
 from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, Side, multiply_
 
@@ -121,7 +121,7 @@ def _chosen(
     """The model inside of wrappers, its analysis, and the mappings to use."""
     require_values(unwrap(model))
     model, found = examined(model, example_input, analysis)
-    require_finite(model)
+    require_finite(model, touched(found))
     there = find(model, analysis=found)
     if not there:
         raise ValueError("the model has no mappings: no scale can move between its layers")
