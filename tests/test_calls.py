@@ -120,6 +120,15 @@ def test_a_graph_that_the_output_holds_is_not_kept_for_others() -> None:
     assert gspace.analyze(Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double(), X).H == 5
 
 
+def test_a_cycle_of_references_keeps_nothing() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        kept = [F.relu(s.a(x))]
+        kept.append(kept)
+        return s.o(kept[0])
+
+    assert gspace.analyze(Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double(), X).H == 5
+
+
 def test_a_parameter_of_the_model_may_be_an_input() -> None:
     model = Net(lambda s, x, w: s.o(F.relu(F.linear(x, w))), a=nn.Linear(4, 5, bias=False), o=nn.Linear(5, 3)).double()
     assert gspace.analyze(model, (X, model.a.weight)).H == 5

@@ -4,6 +4,7 @@
 outputs have. An operation without a rule sets what it reads to ground, with its name, the module and the reason.
 """
 
+import gc
 import math
 import weakref
 from collections.abc import Container, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
 from gspace.analysis.forward import Inputs, arguments, copied, set_mode, tensors_in
-from gspace.analysis.memory import Memory, Raw, geometry, key_of
+from gspace.analysis.memory import Memory, Raw, Shadow, geometry, key_of
 from gspace.analysis.result import Pin
 from gspace.analysis.run import Run, called, written
 from gspace.analysis.weights import LARGEST, ZERO, Leaf, Weights, channels, overlap
@@ -140,10 +141,20 @@ class Follow(Run):
                 self.pin(nodes, "an output of the model", "output")
             known = {*self.parameters, *self.statistics, *map(key_of, tensors_in(out, caches=True))}
             del out  # and the graph behind it
-            for key, shadow in list(self.memory.shadows.items()):  # what lives on is as good as an output
-                if key in self._data and key not in known and not shadow.storage.expired():
-                    content = shadow.content if isinstance(shadow.content, Raw) else shadow.content.content
-                    self.pin(content, "kept where others may read it", "attribute")
+            for shadow in self._alive(known):  # as good as an output
+                content = shadow.content if isinstance(shadow.content, Raw) else shadow.content.content
+                self.pin(content, "kept where others may read it", "attribute")
+
+    def _alive(self, known: Container[int]) -> list[Shadow]:
+        """Shadows of what depends on the inputs and outlives the run, in storages that are not known."""
+
+        def now() -> list[Shadow]:
+            found = [s for key, s in self.memory.shadows.items() if key in self._data and key not in known]
+            return [s for s in found if not s.storage.expired()]
+
+        if now():
+            gc.collect()  # a cycle of references is nobody's
+        return now()
 
     # Shadows ----------------------------------------------------------------------------------------------------------
 
