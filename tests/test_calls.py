@@ -1,6 +1,7 @@
 """What a call of the model leaves behind, in buffers, attributes and its input: the next one must not believe it."""
 
 import copy
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -129,6 +130,53 @@ def test_a_cycle_of_references_keeps_nothing() -> None:
     assert gspace.analyze(Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double(), X).H == 5
 
 
+def test_a_graph_that_the_input_holds_is_not_kept_for_others() -> None:
+    """Force fields write energies and forces into the dictionary that they are given."""
+
+    def forward(s: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.enable_grad():
+            x = batch["x"].detach().requires_grad_()
+            batch["energy"] = s.o(F.relu(s.a(x))).sum()
+            (batch["forces"],) = torch.autograd.grad(batch["energy"], x, create_graph=True)
+        return batch
+
+    assert gspace.analyze(Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double(), ({"x": X},)).H == 5
+
+
+def test_gradients_of_a_forward_pass_are_put_back() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = s.o(F.relu(s.a(x)))
+            y.sum().backward()
+        return y.detach()
+
+    model = Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double()
+    assert gspace.analyze(model, X).H == 5
+    assert model.a.weight.grad is None
+
+
+def test_what_shares_the_memory_of_an_output_is_kept() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        out, s.feature = torch.cat([s.o(F.relu(s.a(x))), F.relu(s.a(x))], 1).split([3, 5], 1)
+        return out
+
+    assert gspace.analyze(Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double(), X).H == 0
+
+
+def test_modules_of_the_model_may_be_inputs() -> None:
+    model = Net(lambda s, x, head: head(F.relu(s.a(x))), a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double()
+    for head in (model.o, model.o.forward):
+        found = gspace.analyze(model, (X, head))
+        assert (found.H, found.unseen) == (5, {})
+
+
+def test_an_input_that_cannot_be_copied_leaves_the_others_copied() -> None:
+    x, lock = X.clone(), SimpleNamespace(lock=threading.Lock())
+    model = Net(lambda s, x, lock: s.o(F.relu(s.a(x.mul_(2)))), a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double()
+    assert gspace.analyze(model, (x, lock)).H == 5
+    assert torch.equal(x, X)
+
+
 def test_a_parameter_of_the_model_may_be_an_input() -> None:
     model = Net(lambda s, x, w: s.o(F.relu(F.linear(x, w))), a=nn.Linear(4, 5, bias=False), o=nn.Linear(5, 3)).double()
     assert gspace.analyze(model, (X, model.a.weight)).H == 5
@@ -166,11 +214,13 @@ def test_tensors_of_any_kind_may_lie_in_a_model(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*(jit|deprecated)")
-def test_scripted_parts_stay_in_their_mode() -> None:
+def test_scripted_parts_stay_as_they_are() -> None:
     inside = torch.jit.script(nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.ReLU()))
-    model = nn.Sequential(inside, nn.Linear(5, 3)).double()
+    norm = torch.jit.script(nn.BatchNorm1d(3))
+    model = nn.Sequential(inside, nn.Linear(5, 3), norm).double()
     found = gspace.analyze(model, X)
-    assert [m.training for m in model.modules()] == [True] * 6
+    assert [m.training for m in model.modules()] == [True] * 7
+    assert (norm.running_mean.tolist(), int(norm.num_batches_tracked)) == ([0.0] * 3, 0)
     assert found.H == 5
     assert max(moved(copy.deepcopy(model), (OTHER,), found).values()) <= EXACT  # an analysis is that of copies, too
 
@@ -191,19 +241,6 @@ def test_a_result_that_is_written_to_an_empty_tensor_is_followed() -> None:
             return s.o(torch.sigmoid(F.relu(s.a(x)), out=x.new_empty(0)))
 
     assert gspace.analyze(Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double(), X).H == 0
-
-
-def test_no_rows_are_added_to_a_stream() -> None:
-    nothing = torch.empty(0, dtype=torch.long)
-
-    def forward(s: Any, x: Tensor) -> Tensor:
-        h = F.relu(s.a(x))
-        return s.o(h.index_add(0, nothing, h[:0]) + h[:0].sum(0))
-
-    model = Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double()
-    found = gspace.analyze(model, X)
-    assert found.H == 5
-    assert max(moved(model, (OTHER,), found).values()) <= EXACT
 
 
 class Routed(nn.Module):
@@ -246,6 +283,56 @@ def test_weights_that_only_multiply_zeros_are_pinned() -> None:
     found = gspace.analyze(model, [short, long])
     assert (found.H, found.unseen) == (5, {})
     assert max(moved(model, (2 * long,), found).values()) <= EXACT
+
+
+@pytest.mark.parametrize("conv", [False, True])
+def test_a_recurrence_over_input_and_state_side_by_side(conv: bool) -> None:
+    """One step shows zeros in place of the state: its columns are pinned, and with them the units of their rows."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 5, *x.shape[3:])
+        for step in x.unbind(1):
+            h = F.relu(s.a(torch.cat([step, h], 1)))
+        return s.o(h)
+
+    parts = (
+        {"a": nn.Conv2d(9, 5, 3, padding=1), "o": nn.Conv2d(5, 3, 1)}
+        if conv
+        else {"a": nn.Linear(9, 5), "o": nn.Linear(5, 3)}
+    )
+    model, long = Net(forward, **parts).double(), normal(2, 3, 4, 6, 6) if conv else normal(2, 3, 4)
+    found = gspace.analyze(model, long[:, :1])
+    assert (found.H, found.unseen) == (0, {})
+    assert max(moved(copy.deepcopy(model), (2 * long,), found).values()) <= EXACT
+    for example in (long, [long[:, :1], long]):
+        found = gspace.analyze(model, example)
+        assert (found.H, found.H_paper, found.unseen) == (5, 5, {})
+        assert max(moved(copy.deepcopy(model), (2 * long,), found).values()) <= EXACT
+
+
+def test_a_part_of_a_packed_projection_that_multiplies_zeros_is_pinned() -> None:
+    """The first values of a decoder in the manner of DETR."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        t = x.new_zeros(len(x), 3, 8)
+        t = t + s.own(t + s.q, t + s.q, t)[0]
+        return s.o(t + s.cross(t + s.q, x, x)[0])
+
+    own, cross = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+    model = Net(forward, own=own, cross=cross, o=nn.Linear(8, 3), q=nn.Parameter(normal(3, 8))).double()
+    found = gspace.analyze(model, normal(2, 5, 8))
+    assert (found.H, found.unseen) == (8 + 8 + 8 + 8, {})  # the queries' stream; queries and keys, twice; values
+    assert max(moved(model, (2 * normal(3, 5, 8),), found).values()) <= EXACT
+
+
+def test_rows_that_data_choose_and_that_are_not_there_say_nothing_of_the_rest() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h, chosen = F.relu(s.a(x)), x[:, 0] > 100
+        out = torch.zeros_like(h)
+        out[chosen] = h.flip(-1)[chosen]
+        return s.o(h + out)
+
+    assert gspace.analyze(Net(forward, a=nn.Linear(4, 5), o=nn.Linear(5, 3)).double(), X).H == 0
 
 
 def test_a_part_of_a_vector_can_be_read() -> None:

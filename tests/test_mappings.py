@@ -465,6 +465,12 @@ def test_a_table_is_tried_on_a_parameter_that_a_list_holds_too() -> None:
     assert net.weights[0] is net.a.weight
 
 
+def test_a_table_is_tried_on_a_model_of_inference_mode() -> None:
+    with torch.inference_mode():
+        net = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4))
+    assert gspace.check_mappings(net, [("0", ["2"])], torch.randn(4, 3)) == []
+
+
 def test_maxima_before_an_instance_norm_are_those_of_channels() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.InstanceNorm2d(4, affine=True), nn.Conv2d(4, 3, 3))

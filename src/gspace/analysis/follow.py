@@ -7,7 +7,7 @@ outputs have. An operation without a rule sets what it reads to ground, with its
 import gc
 import math
 import weakref
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gspace.analysis.equations import ANY, GROUND, Equations, squash, thin
-from gspace.analysis.forward import Inputs, arguments, copied, set_mode, tensors_in
+from gspace.analysis.forward import Inputs, arguments, copied, in_caches, set_mode, tensors_in
 from gspace.analysis.memory import Memory, Raw, Shadow, geometry, key_of
 from gspace.analysis.result import Pin
 from gspace.analysis.run import Run, called, written
@@ -130,20 +130,30 @@ class Follow(Run):
         self.position = 0
         self.memory.keep({*self.parameters, *self.statistics})  # no scale follows what else an earlier run has left
         torch.clear_autocast_cache()
-        example = copied(example)
+        for p in self.model.parameters():
+            p.grad = None
+        example = copied(example, self.model)
         self.given(tensors_in(arguments(example), caches=True))
         out = called(self, self.model, example)
         for name, p in self.model.named_parameters():
             if key_of(p) not in self.parameters and p.numel():
                 raise written(name)
         with torch._C.DisableTorchFunction():
-            for nodes in [self.ids(t) for t in tensors_in(out)]:
-                self.pin(nodes, "an output of the model", "output")
-            known = {*self.parameters, *self.statistics, *map(key_of, tensors_in(out, caches=True))}
-            del out  # and the graph behind it
+            self._public(tensors_in(out), "an output of the model", "output")
+            given = [t for t in tensors_in(arguments(example)) if key_of(t) not in self.parameters]
+            self._public(given, "kept where others may read it", "attribute")
+            caches = in_caches([out, arguments(example)])
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]  # which are put back
+            known = {*self.parameters, *self.statistics, *map(key_of, [*caches, *grads])}
+            del out, example, given  # and the graph behind them
             for shadow in self._alive(known):  # as good as an output
                 content = shadow.content if isinstance(shadow.content, Raw) else shadow.content.content
                 self.pin(content, "kept where others may read it", "attribute")
+
+    def _public(self, tensors: Iterable[Tensor], reason: str, operation: str) -> None:
+        """Pins what the caller sees."""
+        for t in tensors:
+            self.pin(self.ids(t), reason, operation)
 
     def _alive(self, known: Container[int]) -> list[Shadow]:
         """Shadows of what depends on the inputs and outlives the run, in storages that are not known."""
@@ -259,7 +269,7 @@ class Follow(Run):
         listed = sorted({d % rank for d in listed} if rank else set())
         if not nodes.numel():
             left = [1 if d in listed else n for d, n in enumerate(nodes.shape) if keep or d not in listed]
-            return torch.tensor(ANY).expand(left)  # a sum over nothing is 0
+            return torch.tensor(GROUND).expand(left)  # another batch may have rows here
         for d in listed:
             if nodes.stride(d) == 0 and nodes.shape[d] > 1:
                 nodes = nodes.narrow(d, 0, 1)

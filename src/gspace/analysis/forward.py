@@ -49,18 +49,23 @@ def arguments(example_input: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise TypeError(f"example_input must be a Tensor, a tuple or a dict of inputs, got {type(example_input).__name__}")
 
 
-def copied(example: Inputs) -> Inputs:
+def copied(example: Inputs, model: nn.Module) -> Inputs:
     """A batch with other tensors and objects, for a model that writes into its inputs; what was one stays one.
 
-    What cannot be copied is taken as it is.
+    Modules and parameters of the model are themselves, and an input that cannot be copied is taken as it is.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(m): m for m in model.modules()}
     for t in tensors_in(arguments(example), caches=True):
         kept = isinstance(t, nn.Parameter)
         memo[id(t)] = t if kept else t.detach().clone().requires_grad_(t.requires_grad)
-    with suppress(Exception):
-        return deepcopy(dict(example) if isinstance(example, Mapping) else example, memo)
-    return example
+
+    def copy(value: Any) -> Any:
+        with suppress(Exception):
+            return deepcopy(value, memo)
+        return value
+
+    args, kwargs = arguments(example)
+    return {name: copy(value) for name, value in kwargs.items()} if kwargs else tuple(map(copy, args))
 
 
 def tensors_in(value: Any, *, caches: bool = False) -> list[Tensor]:
@@ -88,6 +93,12 @@ def tensors_in(value: Any, *, caches: bool = False) -> list[Tensor]:
     return [t for t in found.values() if isinstance(t, Tensor)]
 
 
+def in_caches(value: Any) -> list[Tensor]:
+    """Those that are in caches of keys and values alone."""
+    others = {id(t) for t in tensors_in(value)}
+    return [t for t in tensors_in(value, caches=True) if id(t) not in others]
+
+
 PLAIN = (nn.Module, type, str, bytes, bytearray, memoryview, array, range, int, float, complex, NoneType)
 
 
@@ -109,7 +120,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Attributes, buffers, gradients, flags, generators and torch's fast paths are afterwards what they were before."""
     with ONE_AT_A_TIME, ExitStack() as later:
         modules, parameters, buffers = list(model.modules()), list(model.parameters()), list(model.buffers())
-        held = _held([d for m in modules for d in (vars(m), *_objects(m))])
+        held = _held([*buffers, *(d for m in modules for d in (vars(m), *_objects(m)))])
         empty = [value for value in held if isinstance(value, CONTAINERS) and not value]  # most of what a module has
         ways = [_way_back(value) for value in held if not isinstance(value, CONTAINERS) or value]
         ways += [(_restore_parameter, p, p.data, p.grad, p.requires_grad) for p in parameters]

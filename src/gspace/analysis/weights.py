@@ -6,8 +6,9 @@ constant, and the constants add up to 0.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -94,16 +95,14 @@ class Weights:
     ) -> Tensor:
         """Nodes of the given shape that `raw` writes from `tail`: those of an earlier use that was the same, or new."""
         leaf, place = self._found(raw)
-        literal = tail == ANY
-        if bool(literal.any()):
-            if bool(literal.all()):
-                leaf.kinds.add("zero")
-                self.zeros.append((leaf, place, self.equations.fresh(*shape)))
-                return self.zeros[-1][2]
-            tail = torch.where(literal, GROUND, tail)
         tail = tail.reshape([1] * (len(shape) - tail.dim()) + list(tail.shape))
         if leaf.kinds <= {"pinned", "zero"}:
             leaf.groups = groups
+        if bool((tail == ANY).any()):
+            parts = [] if shift or leaf.shift else _runs(place, tail, shape)
+            if parts:
+                return self._with_zeros(leaf, parts, self.equations.fresh(*shape), kind)
+            tail = torch.where(tail == ANY, GROUND, tail)
         if shift == leaf.shift and bool(leaf.seen.read(place).all()) and self._same(leaf.tail.read(place), tail):
             (head,) = squash(self.equations.find(leaf.head.read(place)))
             if all(n in (1, size) for n, size in zip(head.shape, shape, strict=True)):
@@ -116,6 +115,16 @@ class Weights:
             self.equations.ground(head, tail, leaf.head.content, leaf.tail.content)
             self.note(max(place[0]), "a gain that is used with 1 added to it and without")
         self._use(leaf, place, head, tail, kind)
+        return head
+
+    def _with_zeros(self, leaf: Leaf, parts: Iterable[tuple[Place, Tensor]], head: Tensor, kind: str) -> Tensor:
+        """A use in which some parts multiply zeros: `settle_zeros` says what they map."""
+        for place, tail in parts:
+            if bool((tail == ANY).all()):
+                leaf.kinds.add("zero")
+                self.zeros.append((leaf, place, head))
+            else:
+                self._use(leaf, place, head, tail, kind)
         return head
 
     def ground(self, raw: Raw) -> int:
@@ -136,16 +145,18 @@ class Weights:
 
         Another batch, or a longer one, may have no zeros there.
         """
+        alone: dict[Leaf, None] = {}
         for leaf, place, head in self.zeros:
             other = squash(self.equations.find(leaf.head.read(place)))[0]
-            if leaf.kinds > {"zero"} and all(n in (1, size) for n, size in zip(other.shape, head.shape, strict=True)):
+            known = bool(leaf.seen.read(place).all())
+            if known and all(n in (1, size) for n, size in zip(other.shape, head.shape, strict=True)):
                 self.equations.tie(head, other.expand(head.shape))
-            else:
-                self.equations.ground(head)
-        alone = list(dict.fromkeys(leaf for leaf, _, _ in self.zeros if leaf.kinds == {"zero"}))
-        for leaf in alone:
-            self._pinned(leaf, leaf.place)
-        return alone
+                continue
+            self.equations.ground(head)
+            if not known:
+                self._pinned(leaf, place)
+                alone[leaf] = None
+        return list(alone)
 
     def free(self) -> int:
         """How many classes of nodes the uses touch."""
@@ -196,6 +207,26 @@ class Weights:
             self.equations.tie(f, first_one)
             total = self.equations.sum(1, total, 1, first_one.reshape(()))
         self.equations.tie(total, ZERO)
+
+
+def _runs(place: Place, tail: Tensor, shape: Sequence[int]) -> list[tuple[Place, Tensor]]:
+    """Parts of a place that literal zeros are multiplied with, and those with none; none if they are in no one row.
+
+    Along that row the result has one scale, as the sum over it.
+    """
+    sizes, strides, offset = place
+    along = [d for d, n in enumerate(tail.shape) if n > 1 and bool((tail != tail.narrow(d, 0, 1)).any())]
+    if not along:
+        return [(place, tail)]
+    d = along[0]
+    if len(along) > 1 or shape[d] != 1 or len(sizes) != tail.dim():
+        return []
+    zero = (tail == ANY).movedim(d, 0).flatten(1)[:, 0]
+    ends = [0, *((zero[1:] != zero[:-1]).nonzero()[:, 0] + 1).tolist(), len(zero)]
+    return [
+        (((*sizes[:d], b - a, *sizes[d + 1 :]), strides, offset + a * strides[d]), tail.narrow(d, a, b - a))
+        for a, b in pairwise(ends)
+    ]
 
 
 def channels(sizes: Sequence[int]) -> int:

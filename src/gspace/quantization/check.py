@@ -236,10 +236,13 @@ class _Trial:
         with untouched(self.model):
             set_mode(self.model, training=False)
             torch.manual_seed(0)
-            for name, p in self.model.named_parameters():  # itself, as lists may hold it too, as those of an RNN do
-                p.data = parameters[name]
-            buffers = {name: _wide(b) for name, b in self.model.named_buffers()}
-            outputs = torch.func.functional_call(self.model, buffers, *arguments(self.inputs))
+            state = {name: _wide(b) for name, b in self.model.named_buffers()}
+            for name, p in self.model.named_parameters():
+                if p.is_inference():
+                    state[name] = parameters[name]
+                else:  # itself, as lists may hold it too, as those of an RNN do
+                    p.data = parameters[name]
+            outputs = torch.func.functional_call(self.model, state, *arguments(self.inputs))
             return [t for t in tensors_in(outputs) if t.is_floating_point() and t.numel()]
 
     def change(self, entry: Entry, mapping: Mapping | None) -> float | None:
