@@ -148,7 +148,7 @@ PAGE_HEADER = (
 
 
 def _short(device: str, recorded: Sequence[Mapping[str, str]]) -> list[str]:
-    """The least and the most of GSGD's times over those of torch's faster SGD, by what was timed; of the last version."""
+    """The least and the most of GSGD's times over those of torch's faster SGD, by what was timed; last version."""
     lines = []
     for section, what in (("iteration", "an iteration"), ("step", "the step alone")):
         found: dict[str, list[float]] = {}
@@ -161,7 +161,8 @@ def _short(device: str, recorded: Sequence[Mapping[str, str]]) -> list[str]:
                 found.setdefault(turns[0]["network"], []).append(times["GSGD fused"] / least)
         ratios = [ratio for of_network in found.values() for ratio in of_network]
         if ratios:
-            lines.append(f"- {device}, {what} ({', '.join(found)}): {min(ratios):.3f} to {max(ratios):.3f} (gspace {last})")
+            ends = f"{min(ratios):.3f} to {max(ratios):.3f} (gspace {last})"
+            lines.append(f"- {device}, {what} ({', '.join(found)}): {ends}")
     return lines
 
 
