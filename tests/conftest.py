@@ -10,6 +10,7 @@ from hypothesis import settings
 import vision
 
 torch.set_num_threads(1)
+torch.manual_seed(0)  # modules that are made when tests are collected
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 

@@ -268,10 +268,11 @@ def test_a_gain_that_reads_no_channel_alone_is_tried_as_a_reader() -> None:
     assert float(line.rpartition("by ")[2]) > 1e-3
 
 
-@pytest.mark.parametrize("hidden", [nn.Linear(6, 1), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), Gain())])
-def test_smoothing_a_single_channel(hidden: nn.Module) -> None:
+@pytest.mark.parametrize("gain", [False, True])
+def test_smoothing_a_single_channel(gain: bool) -> None:
     """The weights behind it are read column by column, and each column has that channel."""
     x = torch.randn(5, 6, dtype=torch.float64)
+    hidden = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), Gain()) if gain else nn.Linear(6, 1)
     net = nn.Sequential(hidden, nn.ReLU(), nn.LazyLinear(20)).double()
     before = outputs(net, x)
     gspace.smooth_(net, x, 1.0, [m for m in gspace.mappings(net, x) if m.size == 1])
