@@ -123,10 +123,11 @@ def build_skeleton(
 
 def _apart(analysis: Analysis) -> int:
     """Exact units that the paper's view does not have: there a weight has one head and one tail."""
-    paper = {e.name: e for e in analysis.transparent}
-    both = [(e, paper[e.name]) for e in plain(analysis.edges, analysis.forms) if e.name in paper]
-    there = [mine[theirs > 0] for e, p in both for mine, theirs in ((e.head, p.head), (e.tail, p.tail))]
-    left = torch.cat([torch.zeros(1, dtype=torch.long), *there]).unique()
+    exact = {e.name: e for e in plain(analysis.edges, analysis.forms)}
+    both = [(exact[p.name], p) for p in analysis.transparent if p.name in exact]
+    ends = ([t.reshape(-1) for e in view for t in (e.head, e.tail)] for view in zip(*both, strict=True))
+    mine, theirs = map(torch.cat, ends) if both else torch.zeros(2, 0, dtype=torch.long)
+    left = mine[theirs > 0].unique()
     return analysis.H - analysis.special - int(((left > 0) & (left <= analysis.H)).sum())
 
 
