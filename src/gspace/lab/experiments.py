@@ -304,7 +304,8 @@ def baseline(quick: bool, scores: Scores) -> Iterator[Cell]:
             yield Cell("{iterations} iterations", base.model, method, seeds(method.on(base), count))
         for method, chosen in tuned.items():
             for recipe in (one.on(base) for one in chosen if method is G_SGD or base.model == resnet.model):
-                setting = f"lr {recipe.lr:g}, decay {recipe.weight_decay:g}"
+                usual_ones = (recipe.lr, recipe.weight_decay) == (base.lr, base.weight_decay)
+                setting = "" if usual_ones else f"lr {recipe.lr:g}, decay {recipe.weight_decay:g}"
                 yield Cell("{iterations} iterations", base.model, method, seeds(recipe, count), None, setting)
 
 
