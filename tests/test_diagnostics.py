@@ -104,6 +104,23 @@ def test_outputs_may_come_in_an_object() -> None:
     assert gap.final > 1e-6
 
 
+def test_the_first_batch_is_the_example_of_the_analysis() -> None:
+    class Sequences(nn.Module):  # of at least eleven vectors, which no guess shows
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.out = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.relu(self.hidden(x)).unfold(1, 11, 1).amax(-1)).mean(1)
+
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 12, 6).double(), torch.randint(4, (8,)))] * 2
+    model = Sequences().double()
+    inside = lambda m: gspace.GSGD(m, 0.05, example_input=data[0][0])  # noqa: E731
+    rows = compare_invariance({"SGD": sgd(0.1), "GSGD": inside}, model, data).rows
+    assert rows["GSGD"].final < 1e-9 < rows["SGD"].final
+
+
 def test_identity_scales_give_no_gap_for_any_optimizer() -> None:
     gap = invariance_gap(sgd(0.1), mlp(), [batch(k) for k in range(3)], gspace.Scales.identity(13))
     assert gap.gaps == (0.0, 0.0, 0.0, 0.0)

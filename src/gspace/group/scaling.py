@@ -122,9 +122,9 @@ def rescale_(
     >>> torch.allclose(rescale_(net, [2.0, 0.5, 3.0])(x), before, atol=1e-5)
     True
     """
+    scales = scales if isinstance(scales, Scales) else Scales(scales)
     require_values(model)
     found = analyzed(model, analysis, options)
-    scales = scales if isinstance(scales, Scales) else Scales(scales)
     if len(scales) not in (found.H, found.H + found.H_absorbed):
         also = f" or {found.H + found.H_absorbed} (with absorbed rows)" if found.H_absorbed else ""
         raise ValueError(f"the model has {found.H}{also} units to scale, got {len(scales)} scales")

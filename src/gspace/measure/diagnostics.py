@@ -114,23 +114,24 @@ def invariance_gap(
         batches: Pairs (inputs, targets), one step each.
         scales: The rescaling; by default e^N(0, 1) for every unit, drawn from `generator`.
         loss: Of (outputs, targets).
-        analysis: The result of `analyze(model)`; otherwise `options` (`example_input`, `residual`, `pin`) are for it.
+        analysis: The result of `analyze(model)`; otherwise `options` (`example_input`, `residual`, `pin`) are for it,
+            and the inputs of the first batch are its example.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     >>> batch = torch.randn(16, 4).double(), torch.randint(3, (16,))
     >>> invariance_gap(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), net, [batch] * 5).final > 1e-3
     True
     """
-    found = analyzed(model, analysis, options)
+    data = list(batches)
+    if not data:
+        raise ValueError("invariance_gap needs at least one batch")
+    probe = data[0][0]
+    found = _analysis(model, analysis, probe, options)
     refuse_sharded(dict(model.named_parameters()), "invariance_gap")
     require_copies(model)
     plain, scaled = copy.deepcopy(model), copy.deepcopy(model)
     rescale_(scaled, random_scales(model, generator, analysis=found) if scales is None else scales, analysis=found)
     pair = [(m, make_optimizer(m)) for m in (plain, scaled)]
-    data = list(batches)
-    if not data:
-        raise ValueError("invariance_gap needs at least one batch")
-    probe = data[0][0]
     start = _evaluated(plain, probe)
     gaps, losses = [_gap(start, _evaluated(scaled, probe))], []
     seed = int(torch.randint(2**31, (), generator=generator, device="cpu"))
@@ -146,6 +147,12 @@ def invariance_gap(
                     losses.append(float(value.detach()))
             gaps.append(_gap(_evaluated(plain, probe), _evaluated(scaled, probe)))
     return InvarianceGap(tuple(gaps), _gap(start, _evaluated(plain, probe)), tuple(losses))
+
+
+def _analysis(model: nn.Module, analysis: Analysis | None, inputs: Any, options: dict[str, Any]) -> Analysis:
+    """The one given, or one whose example are these inputs; a tuple of them would be taken for arguments."""
+    shown = {"example_input": inputs} if analysis is None and isinstance(inputs, Tensor) else {}
+    return analyzed(model, analysis, shown | options)
 
 
 def compare_invariance(
@@ -167,11 +174,12 @@ def compare_invariance(
     >>> print(str(table).splitlines()[0])
     | optimizer | gap after 1 step | after all steps | function moved | loss, first → last |
     """
-    found = analyzed(model, analysis, options)
     if not isinstance(optimizers, Mapping):
         raise TypeError(f"optimizers are functions that make one, by name, got {type(optimizers).__name__}")
+    data = list(batches)
+    found = _analysis(model, analysis, data[0][0] if data else None, options)
     scales = random_scales(model, generator, analysis=found) if scales is None else scales
-    same: dict[str, Any] = {"batches": list(batches), "scales": scales, "loss": loss, "analysis": found}
+    same: dict[str, Any] = {"batches": data, "scales": scales, "loss": loss, "analysis": found}
     return InvarianceTable({name: invariance_gap(make, model, **same) for name, make in optimizers.items()})
 
 
