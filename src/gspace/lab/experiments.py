@@ -281,9 +281,9 @@ DECAYS, EXACT_RATES = _tries(G_SGD, "weight_decay", (5e-4, 1e-4)), _tries(EXACT,
 
 
 def baseline(quick: bool, scores: Scores) -> Iterator[Cell]:
-    sets, count, length = (("cifar10",), 1, {}) if quick else (("cifar10", "cifar100"), 3, {"iterations": 16_000})
+    sets, count, size = (("cifar10",), 1, {}) if quick else (("cifar10", "cifar100"), 3, {"iterations": 16_000})
     usual: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "milestones": (), "schedule": "cosine"}
-    usual |= {"warm_up": 0.02, **length}
+    usual |= {"warm_up": 0.02, **size}
     bases = [cifar(model, data, quick=quick, **usual) for data in sets for model in ("plain-34", "resnet-34")]
     searched = *_, resnet = bases[-2:]  # CIFAR-100, where starts differ most
 
@@ -293,10 +293,13 @@ def baseline(quick: bool, scores: Scores) -> Iterator[Cell]:
         winner = best(grid, scores)
         return [method for method, runs in zip(methods, grid, strict=True) if runs[0] == winner]
 
+    length = "{iterations} iterations, validation images"
     for base in searched:
-        part = "short runs, {iterations} iterations, validation images"
         for method in (SGD, SKELETON, *STARTS, *DECAYS, *(EXACT_RATES if base == resnet else ())):
-            yield Cell(part, base.model, method, seeds(held_out(method.on(base)), 1))
+            yield Cell(f"short runs, {length}", base.model, method, seeds(held_out(method.on(base)), 1))
+        for method in () if quick else (SGD, SKELETON, G_SGD):
+            grid = [seeds(held_out(method.on(base, lr=rate)), 1) for rate in (0.01, 0.03, 0.1, 0.3)]
+            yield from grid_cells(f"rates, {length}", "{model}, lr {lr:g}", method, grid, RATE)
     start = found(STARTS, searched)
     tuned = {G_SGD: found(DECAYS, searched), EXACT: found(EXACT_RATES, [resnet])}
     for base in bases:
