@@ -185,7 +185,8 @@ def test_the_baseline_is_the_usual_one_and_its_starts_differ_in_the_init_alone()
     rates, cells = ([c for c in every if c.part.startswith("rates") is varied] for varied in (True, False))
     usual = {recipe for cell in cells for recipe in cell.recipes}
     assert sorted({c.recipes[0].lr for c in rates}) == [0.01, 0.03, 0.1, 0.3]
-    assert len(rates) == 24 and {c.recipes[0].but(lr=0.1) for c in rates} <= usual
+    assert len(rates) == 24
+    assert {c.recipes[0].but(lr=0.1) for c in rates} <= usual
     for cell in cells:
         recipe, key = cell.recipes[0], cell.method.key
         assert (recipe.momentum, recipe.schedule, recipe.warm_up) == (0.9, "cosine", 0.02)
