@@ -220,9 +220,9 @@ GPU = Machine("one NVIDIA H200", {"bf16": 2.1e14, "tf32": 1.25e14, "float32": 4e
 CPU = Machine("two CPU cores", {"bf16": 2e10, "tf32": 6e10, "float32": 6e10, "float64": 3e10}, 3e-4, 0.5, 0.0)
 
 
-def estimate(recipes: Sequence[Recipe], machine: Machine, stack: int = 16) -> float:
+def estimate(recipes: Sequence[Recipe], machine: Machine) -> float:
     """Seconds to run them one after the other, MLPs stacked; compiled when the network is another than before."""
-    groups = list(batches(recipes, stack))
+    groups = list(batches(recipes))
     alone = [members[0] for members in groups if not stackable(members[0])]
     layers = sum(network_cost(next(same))[1] for _, same in groupby(alone, key=code_key))
     return sum(_seconds(members, machine) for members in groups) + layers * machine.compile_seconds

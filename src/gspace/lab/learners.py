@@ -55,7 +55,7 @@ def stack_or_run(recipe: Recipe) -> Recipe:
     return stack_key(recipe) if stackable(recipe) else recipe
 
 
-def batches(recipes: Sequence[Recipe], largest: int) -> Iterator[list[Recipe]]:
+def batches(recipes: Sequence[Recipe], largest: int = 16) -> Iterator[list[Recipe]]:
     """Runs to be taken together: neighbours that can be stacked, at most `largest`; all others alone."""
     for key, group in groupby(recipes, key=stack_or_run):
         members = list(dict.fromkeys(group))

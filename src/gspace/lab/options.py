@@ -35,7 +35,6 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     told = "stop after this time, with a checkpoint; run again to continue"
     group.add_argument("--minutes", type=_positive, metavar="X", help=told)
     group.add_argument("--threads", type=_count, metavar="N", help="CPU threads (default: torch's own choice)")
-    group.add_argument("--stack", metavar="N", type=_count, default=16, help="most MLPs to train at once (default: 16)")
     group = parser.add_argument_group("many runs (docs/sweeps.md)")
     group.add_argument("--slice", type=_slice, metavar="K/N", help="the K-th of N fixed shares, for N processes")
     told = "this process, or a Ray cluster (default: local)"
@@ -79,7 +78,7 @@ def cluster(args: argparse.Namespace) -> Cluster | None:
 def session(args: argparse.Namespace, runs: int) -> Iterator[Session]:
     """What the runs of one command have in common; shows their progress, and ends them cleanly on a signal."""
     with display(runs, quiet=args.json or args.engine == "ray") as watch, stop_requests(args.minutes) as stop:
-        yield Session(args.data_dir, Engine(**given(args, Engine)), watch, stop, args.minutes)
+        yield Session(args.data_dir, Engine(**given(args, Engine)), watch, stop)
 
 
 def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:

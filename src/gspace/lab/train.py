@@ -40,7 +40,6 @@ class Session:
     engine: Engine = field(default_factory=Engine)
     watch: Watch | None = None  # told of the progress
     stop: Stop | None = None  # if left out, signals are caught for the call's time
-    minutes: float | None = None  # after which `stop` gives SIGALRM, if there is such a limit
 
 
 def train(recipe: Recipe, out: str | Path, **session: Any) -> Json:
@@ -119,4 +118,4 @@ def _work(runs: Sequence[Run], kind: str, session: Session) -> None:
             run.begin(environment(engine=asdict(engine), iteration=loop.iteration))
         stop = session.stop or stack.enter_context(stop_requests())
         loop.prepare(started)
-        loop.run(session.watch, stop, session.minutes)
+        loop.run(session.watch, stop)
