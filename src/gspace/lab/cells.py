@@ -224,14 +224,14 @@ def estimate(recipes: Sequence[Recipe], machine: Machine) -> float:
     """Seconds to run them one after the other, MLPs stacked; compiled when the network is another than before."""
     groups = list(batches(recipes))
     alone = [members[0] for members in groups if not stackable(members[0])]
-    layers = sum(network_cost(next(same))[1] for _, same in groupby(alone, key=code_key))
+    layers = sum(network_cost(code)[1] for code, _ in groupby(alone, key=code_key))
     return sum(_seconds(members, machine) for members in groups) + layers * machine.compile_seconds
 
 
 def _seconds(members: Sequence[Recipe], machine: Machine) -> float:
     recipe, count = members[0], len(members)
     total = total_iterations(recipe, images_of(recipe))
-    flops, layers = network_cost(recipe)
+    flops, layers = network_cost(code_key(recipe))
     rate = machine.flops[recipe.precision]
     step = max(3 * flops * recipe.batch_size * count / rate, layers * machine.layer_seconds)
     tested = recipe.test_size or recipe.validation or SETS[recipe.data].test
@@ -239,16 +239,12 @@ def _seconds(members: Sequence[Recipe], machine: Machine) -> float:
     return machine.start_seconds + total * step + points * tested * count * flops / rate
 
 
-def network_cost(recipe: Recipe) -> tuple[int, int]:
-    """Operations of one image's forward pass, and the number of layers with weights."""
-    return _network_cost(code_key(recipe))
-
-
 @functools.cache
-def _network_cost(recipe: Recipe) -> tuple[int, int]:
-    shape, classes = input_shape(recipe.data, recipe.inputs), SETS[recipe.data].classes
+def network_cost(code: Recipe) -> tuple[int, int]:
+    """Operations of one image's forward pass, and the number of layers with weights, of runs with this `code_key`."""
+    shape, classes = input_shape(code.data, code.inputs), SETS[code.data].classes
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:  # without memory
-        model = build_model(recipe.model, shape, classes, hidden=recipe.hidden, width=recipe.width).eval()
+        model = build_model(code.model, shape, classes, hidden=code.hidden, width=code.width).eval()
         model(torch.empty(1, *shape))
     return counter.get_total_flops(), sum(isinstance(module, nn.Conv2d | nn.Linear) for module in model.modules())
 

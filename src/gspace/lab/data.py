@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gspace.lab.display import DownloadBar
-from gspace.lab.errors import DataError, MissingDataError, RequestError, reason
+from gspace.lab.errors import DataError, RequestError, reason
 from gspace.lab.seeds import generator
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
@@ -148,7 +148,7 @@ def read_digits(root: Path) -> Raw | None:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise MissingDataError("the digits come with scikit-learn: pip install scikit-learn") from error
+        raise DataError("the digits come with scikit-learn: pip install scikit-learn") from error
     bunch = load_digits()
     x, y = bunch.images.astype(np.uint8), bunch.target.astype(np.uint8)
     test = np.arange(len(y)) % 5 == 4
@@ -225,7 +225,7 @@ def load(
         fetch_all(spec.remotes, root)
         found = read(name, spec, root)
     if found is None:
-        raise MissingDataError(
+        raise DataError(
             f"no data set {name} below {root}: put {name}.npz there, "
             "name another folder with --data-dir or GSPACE_DATA, or pass --download"
         )

@@ -82,7 +82,8 @@ def initial_model(recipe: Recipe, feed: Feed) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(recipe.seed, "init"))
         model = build_model(recipe.model, feed.shape, feed.classes, hidden=recipe.hidden, width=recipe.width)
-    INITS[recipe.init](model, recipe)
+    for change in INITS[recipe.init]:
+        change(model, recipe)
     return model.to(number_type(recipe.precision))
 
 
