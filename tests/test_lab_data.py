@@ -407,9 +407,7 @@ def small(shape: tuple[int, ...] = (32, 32, 3), images: int = TRAIN) -> DataSet:
     height, width, channels = (*shape, 1)[:3]
     x = torch.randint(256, (images, channels, height, width), generator=random, dtype=torch.uint8)
     y = torch.randint(10, (images,), generator=random)
-    return DataSet(
-        "small", x, y, x[:TEST], y[:TEST], 10, 255.0, torch.full((channels,), 0.4), torch.full((channels,), 0.2)
-    )
+    return DataSet("small", x, y, x[:TEST], y[:TEST], 255.0, torch.full((channels,), 0.4), torch.full((channels,), 0.2))
 
 
 def test_crop_and_flip_agree_with_a_loop_over_images() -> None:

@@ -320,8 +320,8 @@ def test_quick_recipes_are_accepted_by_network_and_optimizer() -> None:
     assert len(kinds) > 30
     for recipe in kinds.values():
         source = feed(data, recipe.inputs, recipe.augment)
-        model = initial_model(recipe, source)
-        optimizer = build_optimizer(model, recipe, recipe.lr, torch.zeros(1, *source.shape))
+        model = initial_model(recipe)
+        optimizer = build_optimizer(model, recipe, recipe.lr, torch.zeros(1, *source.x_test.shape[1:]))
         assert optimizer.param_groups[0]["lr"] == recipe.lr
 
 

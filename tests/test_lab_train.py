@@ -103,7 +103,7 @@ def test_the_loop_is_the_textbook_loop(tmp_path: Path, optimizer: str) -> None:
 
     data = load("digits")
     source = feed(data, "standard", "none")
-    model = initial_model(recipe, source)
+    model = initial_model(recipe)
     makers = {
         "sgd": lambda: torch.optim.SGD(model.parameters(), 0.05, 0.5),
         "gsgd": lambda: GSGD(model, 0.05, 0.5),
@@ -153,21 +153,19 @@ def test_in_float64_rounding_does_not_show(tmp_path: Path, recipe: Recipe) -> No
 
 
 def test_runs_of_one_seed_start_from_one_network_whatever_the_optimizer() -> None:
-    source = feed(load("digits"), "standard", "none")
-    a = initial_model(SMALL.but(init="skeleton"), source)
-    b = initial_model(SMALL.but(init="skeleton", optimizer="gsgd", lr=0.3), source)
-    c = initial_model(SMALL, source)
+    a = initial_model(SMALL.but(init="skeleton"))
+    b = initial_model(SMALL.but(init="skeleton", optimizer="gsgd", lr=0.3))
+    c = initial_model(SMALL)
     for p, q, r in zip(a.parameters(), b.parameters(), init_skeleton_(c).parameters(), strict=True):
         assert torch.equal(p, q)
         assert torch.equal(p, r)
-    assert not torch.equal(initial_model(SMALL.but(seed=1), source)[1].weight, initial_model(SMALL, source)[1].weight)
+    assert not torch.equal(initial_model(SMALL.but(seed=1))[1].weight, initial_model(SMALL)[1].weight)
 
 
 def test_torchvisions_draw_has_six_times_the_variance_and_is_the_seeds() -> None:
-    source = feed(load("digits"), "standard", "none")
     recipe = SMALL.but(model="plain-10", width=16)
     own, theirs, again, other, skeleton = (
-        initial_model(recipe.but(init=init, seed=seed), source)
+        initial_model(recipe.but(init=init, seed=seed))
         for init, seed in (
             ("default", 0), ("torchvision", 0), ("torchvision", 0), ("torchvision", 1), ("torchvision-skeleton", 0)
         )
@@ -186,9 +184,8 @@ def test_torchvisions_draw_has_six_times_the_variance_and_is_the_seeds() -> None
 
 
 def test_gains_are_drawn_as_torch_drew_them_before_1_2() -> None:
-    source = feed(load("digits"), "standard", "none")
     own, old, again, other, skeleton = (
-        initial_model(SMALL.but(model="resnet-10", width=16, init=init, seed=seed), source)
+        initial_model(SMALL.but(model="resnet-10", width=16, init=init, seed=seed))
         for init, seed in (
             ("default", 0), ("uniform-gains", 0), ("uniform-gains", 0), ("uniform-gains", 1),
             ("uniform-gains-skeleton", 0),
@@ -210,10 +207,9 @@ def test_gains_are_drawn_as_torch_drew_them_before_1_2() -> None:
 
 
 def test_identity_like_starts_are_what_they_say() -> None:
-    source = feed(load("digits"), "standard", "none")
     recipe = SMALL.but(model="resnet-10", width=4)
     own, added, dirac, delta, again, other = (
-        initial_model(recipe.but(init=init, seed=seed), source)
+        initial_model(recipe.but(init=init, seed=seed))
         for init, seed in (
             ("default", 0), ("dirac-added", 0), ("dirac", 0), ("delta-orthogonal", 0), ("delta-orthogonal", 0),
             ("delta-orthogonal", 1),
@@ -240,16 +236,14 @@ def test_identity_like_starts_are_what_they_say() -> None:
 
 
 def test_an_identity_convolution_passes_an_image_on() -> None:
-    source = feed(load("digits"), "standard", "none")
-    model = initial_model(SMALL.but(model="plain-10", width=4, init="dirac"), source)
+    model = initial_model(SMALL.but(model="plain-10", width=4, init="dirac"))
     x = torch.randn(2, 4, 8, 8)
     assert torch.equal(model.get_submodule("stages.0.0.conv")(x), x)
 
 
 def test_random_signs_are_the_seeds() -> None:
-    source = feed(load("digits"), "standard", "none")
     recipe = SMALL.but(init="skeleton-random-signs")
-    a, b, c = (initial_model(recipe.but(seed=seed), source)[3].weight for seed in (0, 0, 1))
+    a, b, c = (initial_model(recipe.but(seed=seed))[3].weight for seed in (0, 0, 1))
     assert torch.equal(a, b)
     ones = a.abs() == 1
     assert set(a[ones].tolist()) == {-1.0, 1.0}
@@ -257,10 +251,9 @@ def test_random_signs_are_the_seeds() -> None:
 
 
 def test_common_signs_are_one_pattern_and_no_seeds_own() -> None:
-    source = feed(load("digits"), "standard", "none")
 
     def signs(init: str, seed: int) -> list[torch.Tensor]:
-        parameters = initial_model(SMALL.but(init=init, seed=seed), source).parameters()
+        parameters = initial_model(SMALL.but(init=init, seed=seed)).parameters()
         return [torch.where(p.abs() == 1, p.sign(), 0.0) for p in parameters]
 
     first, second, own = (
@@ -642,8 +635,7 @@ def test_the_curve_shows_the_rates_of_a_cosine(tmp_path: Path) -> None:
 
 
 def test_a_stack_is_the_grouped_convolution_it_says_it_is() -> None:
-    source = feed(load("digits"), "standard", "none")
-    models = [initial_model(SMALL.but(seed=seed), source) for seed in range(3)]
+    models = [initial_model(SMALL.but(seed=seed)) for seed in range(3)]
     stacked = stack(models)
     x = torch.randn(3, 5, 64)
     found = activations(matrices(stacked, 3), x)[-1]
@@ -759,13 +751,13 @@ def test_seeds_share_one_compilation(tmp_path: Path) -> None:
     compiled = torch.compile(loss_and_errors, backend="aot_eager", dynamic=False, fullgraph=True)
     for seed in range(3):
         source = feed(load("digits"), PLAIN.inputs, PLAIN.augment)
-        model = initial_model(PLAIN.but(seed=seed), source)
+        model = initial_model(PLAIN.but(seed=seed))
         rows = epoch_rows(seed, 0, 1438, 32, source.augment)[0]
         arguments = (source.images, source.labels, source.augment.take, source.finish, rows, "bf16")
         with torch._dynamo.config.patch(error_on_recompile=seed > 0):
             loss, errors = compiled(model, *arguments)
         loss.backward()
-        expected, count = loss_and_errors(initial_model(PLAIN.but(seed=seed), source), *arguments)
+        expected, count = loss_and_errors(initial_model(PLAIN.but(seed=seed)), *arguments)
         torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)  # bf16 keeps 8 bits
         assert errors == count
 
@@ -940,7 +932,7 @@ def test_errors_are_measured_in_evaluation_mode_and_on_all_images(tmp_path: Path
     recipe = Recipe(model="plain-10", width=4, iterations=12, batch_size=64, lr=0.1, eval_every=4)
     summary = train(recipe, tmp_path)
     source = feed(load("digits"), "standard", "none")
-    model = initial_model(recipe, source)
+    model = initial_model(recipe)
     model.load_state_dict(weights(tmp_path, recipe))
     errors = {}
     with torch.no_grad():
@@ -959,10 +951,10 @@ def test_the_optimizers_of_a_recipe_end_chains_where_it_says() -> None:
     sizes = []
     for pin in ("stages", "none"):
         one = recipe.but(pin=pin)
-        optimizer: Any = build_optimizer(initial_model(one, source), one, 0.1, torch.zeros(1, *source.shape))
+        optimizer: Any = build_optimizer(initial_model(one), one, 0.1, torch.zeros(1, *source.x_test.shape[1:]))
         sizes.append(len(optimizer.incoming) - 1)
         frozen = one.but(optimizer="sgd-frozen")
-        control: Any = build_optimizer(initial_model(frozen, source), frozen, 0.1, torch.zeros(1, *source.shape))
+        control: Any = build_optimizer(initial_model(frozen), frozen, 0.1, torch.zeros(1, *source.x_test.shape[1:]))
         assert sizes[-1] == control.skeleton.H
     assert sizes == [60, 124]
 

@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gspace.lab.data import SETS
-from gspace.lab.learners import batches, code_key, stack_key, stackable
-from gspace.lab.models import build_model
+from gspace.lab.learners import batches, code_key, network, stack_key, stackable
 from gspace.lab.recipe import Recipe, curve_interval, images_of, total_iterations
 from gspace.lab.transform import input_shape
 
@@ -242,10 +241,9 @@ def _seconds(members: Sequence[Recipe], machine: Machine) -> float:
 @functools.cache
 def network_cost(code: Recipe) -> tuple[int, int]:
     """Operations of one image's forward pass, and the number of layers with weights, of runs with this `code_key`."""
-    shape, classes = input_shape(code.data, code.inputs), SETS[code.data].classes
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:  # without memory
-        model = build_model(code.model, shape, classes, hidden=code.hidden, width=code.width).eval()
-        model(torch.empty(1, *shape))
+        model = network(code).eval()
+        model(torch.empty(1, *input_shape(code.data, code.inputs)))
     return counter.get_total_flops(), sum(isinstance(module, nn.Conv2d | nn.Linear) for module in model.modules())
 
 

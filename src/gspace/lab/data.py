@@ -50,7 +50,6 @@ class DataSet:
     y_train: Tensor  # int64 `(N,)`
     x_test: Tensor
     y_test: Tensor
-    classes: int
     white: float  # the pixel value that means 1
     mean: Tensor  # per channel over the training images, of pixels in [0, 1]
     std: Tensor
@@ -183,7 +182,7 @@ def read(name: str, spec: Published, root: Path) -> DataSet | None:
     x_train, x_test = (np.ascontiguousarray(images.transpose(0, 3, 1, 2)) for images in stored)
     y_train, y_test = (torch.tensor(arrays[key], dtype=torch.int64) for key in ("y_train", "y_test"))
     images = torch.tensor(x_train), y_train, torch.tensor(x_test), y_test
-    return DataSet(name, *images, spec.classes, spec.white, *_moments(x_train, spec.white))
+    return DataSet(name, *images, spec.white, *_moments(x_train, spec.white))
 
 
 def _verified(key: str, spec: Published, array: Array, source: Path) -> Array:

@@ -77,11 +77,17 @@ def mlp_weights(recipe: Recipe) -> int:
     return sum(a * b for a, b in pairwise((inputs, *recipe.hidden, SETS[recipe.data].classes)))
 
 
-def initial_model(recipe: Recipe, feed: Feed) -> nn.Module:
+def network(recipe: Recipe) -> nn.Module:
+    """The network of a recipe, with weights drawn from torch's global generator."""
+    shape, classes = input_shape(recipe.data, recipe.inputs), SETS[recipe.data].classes
+    return build_model(recipe.model, shape, classes, hidden=recipe.hidden, width=recipe.width)
+
+
+def initial_model(recipe: Recipe) -> nn.Module:
     """The network at iteration 0, on the CPU: the same on every machine and for every optimizer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(recipe.seed, "init"))
-        model = build_model(recipe.model, feed.shape, feed.classes, hidden=recipe.hidden, width=recipe.width)
+        model = network(recipe)
     for change in INITS[recipe.init]:
         change(model, recipe)
     return model.to(number_type(recipe.precision))
@@ -151,7 +157,7 @@ class Single(_Learner):
 
     def __init__(self, recipes: Sequence[Recipe], feed: Feed, engine: Engine) -> None:
         (recipe,) = recipes
-        super().__init__(recipes, feed, engine, initial_model(recipe, feed), feed.x_test.new_zeros(1, *feed.shape))
+        super().__init__(recipes, feed, engine, initial_model(recipe), torch.zeros_like(feed.x_test[:1]))
         self.measure = compiled(loss_and_errors, code_key(recipe)) if engine.compile else loss_and_errors
         self.model.train()
 
@@ -221,8 +227,8 @@ class Stacked(_Learner):
     kind = "stacked"
 
     def __init__(self, recipes: Sequence[Recipe], feed: Feed, engine: Engine) -> None:
-        model = stack([initial_model(recipe, feed) for recipe in recipes])
-        example = feed.x_test.new_zeros(1, len(recipes) * math.prod(feed.shape), 1)
+        model = stack([initial_model(recipe) for recipe in recipes])
+        example = feed.x_test.new_zeros(1, len(recipes) * feed.x_test[0].numel(), 1)
         super().__init__(recipes, feed, engine, model, example)
         largest = recipes[self.reference].lr
         scales = [recipe.lr / largest if largest else 1.0 for recipe in recipes]
