@@ -23,7 +23,6 @@ from gspace.lab.data import load
 from gspace.lab.engine import Engine, restore, snapshot
 from gspace.lab.errors import BusyError, DeviceError, Interrupted, LabError, RecordError, RequestError
 from gspace.lab.learners import (
-    Single,
     activations,
     batches,
     initial_model,
@@ -31,6 +30,7 @@ from gspace.lab.learners import (
     loss_and_errors,
     losses_and_gradients,
     matrices,
+    single,
     stack,
     stackable,
 )
@@ -732,7 +732,7 @@ def test_rehearsing_steps_leaves_no_trace(case: str) -> None:
     recipe = CASES[case]
     source = feed(load("digits"), recipe.inputs, recipe.augment)
     rows = epoch_rows(0, 0, 1438, recipe.batch_size, source.augment)[:, None]
-    plain, rehearsed = (Single([recipe], source, Engine(device="cpu").resolve()) for _ in range(2))
+    plain, rehearsed = (single([recipe], source, Engine(device="cpu").resolve()) for _ in range(2))
     saved = snapshot(rehearsed.live())
     for step in range(3):
         rehearsed.step(rows[step])
