@@ -295,23 +295,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     ),
     "unwritable folder": (a_file_in_the_way, [*TINY, "--out", f"{ROOT}/out"], 4, "cannot write"),
     "bad field": (recipe_file('{"epochs": 1, "lrr": 1}'), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "'lr'?"),
-    "bad field's file": (
-        recipe_file('{"epochs": 1, "lrr": 1}'),
-        ["train", "--recipe", f"{ROOT}/recipe.json", "--lr", "1"],
-        2,
-        f"{ROOT}/recipe.json: unknown recipe field 'lrr'",
-    ),
     "bad value's file": (
         recipe_file('{"epochs": -1}'),
         ["train", "--recipe", f"{ROOT}/recipe.json"],
         2,
-        f"{ROOT}/recipe.json: epochs must be at least 0",
-    ),
-    "bad flag beside a file": (
-        recipe_file('{"epochs": 1}'),
-        ["train", "--recipe", f"{ROOT}/recipe.json", "--lr", "-1"],
-        2,
-        "error: lr must be at least 0",
+        "error: epochs must be at least 0",
     ),
     "bad field in a queue": (
         recipe_file('[{"epochs": 1}, {"epochs": 1, "lrr": 1}]'),
@@ -320,8 +308,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
         f"{ROOT}/recipe.json, recipe 2 of 2: unknown recipe field 'lrr'",
     ),
     "demo on a file": (a_file_in_the_way, ["demo", "--out", f"{ROOT}/out"], 4, f"cannot write {ROOT}/out"),
-    "bad file": (recipe_file("{"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "recipe.json: it cannot be read"),
-    "list as recipe": (recipe_file("[]"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "holds no JSON object"),
+    "bad file": (recipe_file("{"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "recipe.json cannot be read"),
+    "list as recipe": (recipe_file("[]"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "recipe.json is no recipe"),
     "unknown name": (nothing, [*TINY, "--optimizer", "gsdg"], 2, "did you mean 'gsgd'?"),
     "unknown experiment": (nothing, ["reproduce", "tabel-1", "--list"], 2, "did you mean 'table-1'?"),
     "unknown method": (nothing, ["reproduce", "table-1", "--list", "--method", "gsdg"], 2, "did you mean 'gsgd'?"),
@@ -362,7 +350,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     "unknown device": (nothing, [*TINY, "--device", "abacus"], 5, "try cpu, cuda or auto"),
     "corrupted checkpoint": (corrupted_checkpoint, [*TINY, "--out", ROOT], 4, "is damaged (SHA-256 differs)"),
     "curve behind its checkpoint": (curve_without_points, [*TINY, "--out", ROOT], 4, "metrics.jsonl has no point at"),
-    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of at most 10,000 seeds"),
+    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of seeds"),
     "bad minutes": (nothing, [*TINY, "--minutes", "-1"], 2, "is no positive number"),
     "queue that is none": (recipe_file("3"), ["train", "--queue", f"{ROOT}/recipe.json"], 2, "is no list of recipes"),
     "report on nothing": (nothing, ["report", ROOT], 4, "no runs below"),
@@ -573,7 +561,7 @@ def test_benchmarks_are_listed_and_run_with_their_options(
     assert "they come with the source" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("seeds", ["4-0", "0-99999999999", "0-1-2", "", "x"])
+@pytest.mark.parametrize("seeds", ["4-0", "0-1-2", "", "x"])
 def test_seeds_that_are_none(seeds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", "--epochs", "1", "--out", str(tmp_path), "--seeds", seeds])

@@ -98,7 +98,7 @@ def _each(paths: Sequence[Path]) -> Iterator[Record]:
             yield from from_lines(path) if path.name != METRICS else ()
 
 
-def scores_of(records: Sequence[Record]) -> Scores:
+def scores_of(records: Iterable[Record]) -> Scores:
     """Test (or validation) errors of the finished runs; infinity for the diverged."""
     errors = {record.recipe: record.summary.get("test_error") for record in records if record.summary is not None}
     # As a committed record has it: what is chosen among equals must not depend on where it is read.

@@ -104,7 +104,7 @@ def assemble(
 
 def begun(experiment: Experiment, found: Found) -> Iterator[Part]:
     """The sizes of an experiment of which at least one run is recorded."""
-    scores, quick = scores_of(list(found.values())), {recipe.quick for recipe in found}
+    scores, quick = scores_of(found.values()), {recipe.quick for recipe in found}
     sizes = [Variant(length=length) for length in LENGTHS.values()] if False in quick else []
     for variant in (*sizes, *([Variant(quick=True)] if True in quick else [])):
         cells = variant.cells(experiment, scores)
@@ -141,7 +141,7 @@ def _missing(experiments: Sequence[Experiment], parts: Sequence[Part], found: Fo
     Runs that depend on others that are not done are a guess.
     """
     there = {part.experiment for part in parts if part.variant == Variant()}
-    scores, rows = scores_of(list(found.values())), []
+    scores, rows = scores_of(found.values()), []
     for experiment, variant, _ in (*parts, *(Part(e, Variant(), ()) for e in experiments if e not in there)):
         cells = variant.cells(experiment, guessed(scores))
         methods = {recipe: cell.method for cell in reversed(cells) for recipe in cell.recipes}

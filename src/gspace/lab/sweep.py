@@ -79,16 +79,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_queue(path: Path) -> list[Recipe]:
-    where, recipes = str(path), []
-    try:
-        jobs = options.read_json(path)
-        if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-            raise RequestError("it is no list of recipes")
-        for k, job in enumerate(jobs, 1):
-            where = f"{path}, recipe {k} of {len(jobs)}"
+    jobs, recipes = options.read_json(path, list, "list of recipes"), []
+    for k, job in enumerate(jobs, 1):
+        try:
             recipes.append(Recipe.from_dict(job))
-    except RequestError as error:
-        raise RequestError(f"{where}: {error}") from error
+        except RequestError as error:
+            raise RequestError(f"{path}, recipe {k} of {len(jobs)}: {error}") from error
     return recipes
 
 
