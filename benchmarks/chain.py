@@ -165,7 +165,7 @@ def look(optimizer: GSGD, at: Coordinates, where: Depths, model: nn.Module, lr: 
 def watched(variant: Variant, width: int, seed: int, source: Feed, iterations: int) -> Json:
     """One run: the loss of each batch, the share of units whose path has left [1/2, 2], and the looks."""
     recipe = recipe_of(variant, width, seed, iterations)
-    model = initial_model(recipe, source).train()
+    model = initial_model(recipe).train()
     example, _ = source.batch(source.still_rows()[:2])
     torch.manual_seed(derive(seed, "training"))
     optimizer = build_optimizer(model, recipe, recipe.lr, example)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ TABLE_1 = EXPERIMENTS["table-1"]
 def ended(recipe: Recipe, value: float | None) -> Record:
     """A finished run with this error and loss; diverged without one."""
     summary = {"status": "diverged" if value is None else "finished", "test_error": value, "fit_loss": value}
-    return Record(Path("x"), recipe, (), (), summary)
+    return Record(recipe, (), (), summary)
 
 
 def runs(errors: dict[str, Sequence[float | None]], model: str = "plain-34", first: int = 0) -> dict[Recipe, Record]:

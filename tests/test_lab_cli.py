@@ -163,7 +163,7 @@ def test_reproduce_runs_reports_and_then_repeats_its_bytes(tmp_path: Path, capsy
     checkpoints = {path: path.stat().st_mtime_ns for path in tmp_path.rglob(CHECKPOINT)}
     assert len(checkpoints) == 1
     assert main(*arguments) == 0
-    assert capsys.readouterr().out.splitlines() == [*map(str, written), "1 run, finished before"]
+    assert capsys.readouterr().out.splitlines() == [sweep.NOTHING_LEFT, *map(str, written)]
     assert [path.read_bytes() for path in written] == contents
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob(CHECKPOINT)} == checkpoints
 
@@ -295,23 +295,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     ),
     "unwritable folder": (a_file_in_the_way, [*TINY, "--out", f"{ROOT}/out"], 4, "cannot write"),
     "bad field": (recipe_file('{"epochs": 1, "lrr": 1}'), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "'lr'?"),
-    "bad field's file": (
-        recipe_file('{"epochs": 1, "lrr": 1}'),
-        ["train", "--recipe", f"{ROOT}/recipe.json", "--lr", "1"],
-        2,
-        f"{ROOT}/recipe.json: unknown recipe field 'lrr'",
-    ),
     "bad value's file": (
         recipe_file('{"epochs": -1}'),
         ["train", "--recipe", f"{ROOT}/recipe.json"],
         2,
-        f"{ROOT}/recipe.json: epochs must be at least 0",
-    ),
-    "bad flag beside a file": (
-        recipe_file('{"epochs": 1}'),
-        ["train", "--recipe", f"{ROOT}/recipe.json", "--lr", "-1"],
-        2,
-        "error: lr must be at least 0",
+        "error: epochs must be at least 0",
     ),
     "bad field in a queue": (
         recipe_file('[{"epochs": 1}, {"epochs": 1, "lrr": 1}]'),
@@ -320,8 +308,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
         f"{ROOT}/recipe.json, recipe 2 of 2: unknown recipe field 'lrr'",
     ),
     "demo on a file": (a_file_in_the_way, ["demo", "--out", f"{ROOT}/out"], 4, f"cannot write {ROOT}/out"),
-    "bad file": (recipe_file("{"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "recipe.json: it cannot be read"),
-    "list as recipe": (recipe_file("[]"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "holds no JSON object"),
+    "bad file": (recipe_file("{"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "recipe.json cannot be read"),
+    "list as recipe": (recipe_file("[]"), ["train", "--recipe", f"{ROOT}/recipe.json"], 2, "recipe.json is no recipe"),
     "unknown name": (nothing, [*TINY, "--optimizer", "gsdg"], 2, "did you mean 'gsgd'?"),
     "unknown experiment": (nothing, ["reproduce", "tabel-1", "--list"], 2, "did you mean 'table-1'?"),
     "unknown method": (nothing, ["reproduce", "table-1", "--list", "--method", "gsdg"], 2, "did you mean 'gsgd'?"),
@@ -330,12 +318,6 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
         ["reproduce", "table-1", "--list", "--seeds", "77"],
         2,
         "no run of the experiment",
-    ),
-    "a table that is not decided": (
-        nothing,
-        ["reproduce", "momentum", "--list", "--part", "in full"],
-        2,
-        "none of the tables known so far has 'in full' in its heading: grid, 8,000 iterations, validation images",
     ),
     "quick and shorter": (nothing, ["reproduce", "table-1", "--quick", "--length", "1/2"], 2, "leave --length out"),
     "negative rate": (nothing, [*TINY, "--lr", "-0.1"], 2, "lr must be at least 0, not -0.1"),
@@ -368,12 +350,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     "unknown device": (nothing, [*TINY, "--device", "abacus"], 5, "try cpu, cuda or auto"),
     "corrupted checkpoint": (corrupted_checkpoint, [*TINY, "--out", ROOT], 4, "is damaged (SHA-256 differs)"),
     "curve behind its checkpoint": (curve_without_points, [*TINY, "--out", ROOT], 4, "metrics.jsonl has no point at"),
-    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of at most 10,000 seeds"),
+    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of seeds"),
     "bad minutes": (nothing, [*TINY, "--minutes", "-1"], 2, "is no positive number"),
     "queue that is none": (recipe_file("3"), ["train", "--queue", f"{ROOT}/recipe.json"], 2, "is no list of recipes"),
     "report on nothing": (nothing, ["report", ROOT], 4, "no runs below"),
     "report on an absent folder": (nothing, ["report", f"{ROOT}/absent"], 4, "does not exist"),
-    "report on an unknown experiment": (corrupted_checkpoint, ["report", ROOT, "--only", "tab"], 2, "did you mean"),
 }
 
 
@@ -439,13 +420,13 @@ def test_runs_in_use_are_named_and_the_others_run(tmp_path: Path, capsys: pytest
 def test_runs_that_are_all_finished_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     several = [*TINY, "--seeds", "0-4", "--out", tmp_path]
     assert main(*several) == 0
-    assert "before" not in capsys.readouterr().out
+    assert sweep.NOTHING_LEFT not in capsys.readouterr().out
     assert main(*several) == 0
-    assert capsys.readouterr() == ("5 runs, all finished before\n", "")
+    assert capsys.readouterr() == (f"{sweep.NOTHING_LEFT}\n", "")
     assert main(*several, "--json") == 0
     out, err = capsys.readouterr()
     assert len(json.loads(out)) == 5
-    assert err == "5 runs, all finished before\n"
+    assert err == f"{sweep.NOTHING_LEFT}\n"
 
 
 def test_the_end_of_the_minutes_is_said_with_the_way_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -453,7 +434,7 @@ def test_the_end_of_the_minutes_is_said_with_the_way_on(tmp_path: Path, capsys: 
     assert main(*long, "--minutes", "0.02", "--json") == 128 + signal.SIGALRM
     err = capsys.readouterr().err
     assert re.fullmatch(
-        r"gspace: error: the 0\.02 minutes are over at iteration \d+ of 10000000; run again to continue\n", err
+        r"gspace: error: the minutes are over at iteration \d+ of 10000000; run again to continue\n", err
     )
 
 
@@ -580,7 +561,7 @@ def test_benchmarks_are_listed_and_run_with_their_options(
     assert "they come with the source" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("seeds", ["4-0", "0-99999999999", "0-1-2", "", "x"])
+@pytest.mark.parametrize("seeds", ["4-0", "0-1-2", "", "x"])
 def test_seeds_that_are_none(seeds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", "--epochs", "1", "--out", str(tmp_path), "--seeds", seeds])
@@ -588,9 +569,7 @@ def test_seeds_that_are_none(seeds: str, tmp_path: Path, capsys: pytest.CaptureF
     assert "seeds" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "options", [["--stack", "-3"], ["--stack", "0"], ["--threads", "0"], ["--lr", "inf"], ["--epochs", "0"]]
-)
+@pytest.mark.parametrize("options", [["--threads", "-3"], ["--threads", "0"], ["--lr", "inf"], ["--epochs", "0"]])
 def test_numbers_that_make_no_sense(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "runs"
     try:

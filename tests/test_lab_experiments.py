@@ -325,8 +325,8 @@ def test_quick_recipes_are_accepted_by_network_and_optimizer() -> None:
     assert len(kinds) > 30
     for recipe in kinds.values():
         source = feed(data, recipe.inputs, recipe.augment)
-        model = initial_model(recipe, source)
-        optimizer = build_optimizer(model, recipe, recipe.lr, torch.zeros(1, *source.shape))
+        model = initial_model(recipe)
+        optimizer = build_optimizer(model, recipe, recipe.lr, torch.zeros(1, *source.x_test.shape[1:]))
         assert optimizer.param_groups[0]["lr"] == recipe.lr
 
 
@@ -367,7 +367,7 @@ def test_cost_follows_the_work() -> None:
     assert cost.estimate([cifar("resnet-110", "cifar10")], cost.GPU) > 2 * alone
     mlps = seeds(Recipe(data="fashion_mnist", inputs="pooled", hidden=(8, 8), epochs=10.0), 5)
     assert cost.estimate(mlps, cost.CPU) < 2 * cost.estimate(mlps[:1], cost.CPU)  # stacked
-    flops, layers = cost.network_cost(one)
+    flops, layers = cost.network_cost(cost.code_key(one))
     assert layers == 34
     assert flops == pytest.approx(2.306e9, rel=1e-3)  # counted once with torch's own counter
 
@@ -376,7 +376,7 @@ def test_a_network_is_compiled_when_it_is_another_one_than_before() -> None:
     plain, residual = cifar("plain-34", "cifar10"), cifar("resnet-34", "cifar10")
     ordered = cost.estimate([plain, plain.but(lr=0.5), residual, residual.but(seed=1)], cost.GPU)
     mixed = cost.estimate([plain, residual, plain.but(lr=0.5), residual.but(seed=1)], cost.GPU)
-    layers = sum(cost.network_cost(recipe)[1] for recipe in (plain, residual))
+    layers = sum(cost.network_cost(cost.code_key(recipe))[1] for recipe in (plain, residual))
     assert mixed - ordered == pytest.approx(layers * cost.GPU.compile_seconds)
 
 

@@ -15,7 +15,7 @@ from gspace.lab import cli
 from gspace.lab.learners import stack_key, stackable
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, METRICS, Run, read_run
-from gspace.lab.sweep import read_queue, run_all, share
+from gspace.lab.sweep import NOTHING_LEFT, read_queue, run_all, share
 from gspace.lab.train import Session
 
 BASE = Recipe(model="cnn", width=4, epochs=1.0, batch_size=64)
@@ -66,12 +66,12 @@ def test_slices_of_a_queue_are_the_queue(tmp_path: Path, capsys: pytest.CaptureF
         assert cli.main([*command, "--slice", f"{k}/2"]) == 0
         assert capsys.readouterr().out.count("status finished") == len(share(recipes, (k, 2)))
     assert cli.main(command) == 0
-    assert capsys.readouterr().out == "4 runs, all finished before\n"
+    assert capsys.readouterr().out == f"{NOTHING_LEFT}\n"
 
 
 def test_a_slice_of_a_table_says_what_is_left_to_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = ["reproduce", "path-sgd", "--quick", "--method", "path-sgd", "--data-dir", str(tmp_path), "--device", "cpu"]
-    sizes = ["--out", str(tmp_path / "runs"), "--report", str(tmp_path / "report")]
+    sizes = ["--out", str(tmp_path / "runs")]
     text = ""
     for k in (1, 2, 1, 2):  # a grid of four, then the seeds that it decides
         assert cli.main([*table, *sizes, "--slice", f"{k}/2"]) == 0

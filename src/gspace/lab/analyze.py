@@ -19,7 +19,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints
         model, analysis, inputs, generator = analyzed(args)
         if args.verify:
-            with steps(2 * len(MODES)) as begin:
-                example = redrawn(inputs or guess(model), generator)
-                changes = largest_changes(model, analysis, example, generator, begin)
+            with steps(1) as begin:
+                begin("compare it with its rescaled copy")
+                changes = largest_changes(model, analysis, redrawn(inputs or guess(model), generator), generator)
     exact = all(change <= TOLERANCE for change in changes.values())
     if args.json:
         verified = {"verify": {**changes, "tolerance": TOLERANCE, "exact": exact}} if args.verify else {}
@@ -103,35 +103,31 @@ def analyzed(args: argparse.Namespace) -> tuple[nn.Module, gspace.Analysis, tupl
     """The model of the command line, its analysis, its inputs if shapes were given, and the seed's generator."""
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
-    with steps(2) as begin:
+    spec, needed = parse_spec(args.spec), bool(getattr(args, "verify", None) or getattr(args, "check", None))
+
+    def found(values: bool) -> tuple[nn.Module, gspace.Analysis, tuple[Tensor, ...], torch.Generator]:
         begin(f"build {args.spec}")
-        spec, needed = parse_spec(args.spec), getattr(args, "verify", False) or getattr(args, "check", None)
-        model = load_model(spec, values=bool(needed))
+        model = load_model(spec, values=values)
         inputs = random_inputs(model, args.input_shape, generator)
         begin("analyze")
+        analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
+        return model, analysis, inputs, generator
+
+    with steps(2) as begin:
         try:
-            try:
-                found = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
-            except gspace.TraceError:
-                if not any(p.is_meta for p in model.parameters()) or not spec.is_config:
-                    raise
-                model = load_model(spec)  # it reads values
-                inputs = random_inputs(model, args.input_shape, generator)
-                found = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
+            if spec.is_config and not needed:
+                with contextlib.suppress(gspace.TraceError):  # the model may read values
+                    return found(values=False)
+            return found(values=True)
         except gspace.TraceError as error:
-            if inputs or "example_input" not in str(error):
+            if args.input_shape or "example_input" not in str(error):
                 raise
             more = "On the command line, --input-shape gives one, once per input."
             raise gspace.TraceError(f"{str(error).rstrip('.')}. {more}") from error
-    return model, found, inputs, generator
 
 
 def largest_changes(
-    model: nn.Module,
-    analysis: gspace.Analysis,
-    inputs: Inputs,
-    generator: torch.Generator,
-    begin: Callable[[str], None] = lambda step: None,
+    model: nn.Module, analysis: gspace.Analysis, inputs: Inputs, generator: torch.Generator
 ) -> dict[str, float]:
     """max |f(x; g_c(w)) − f(x; w)| / max |f(x; w)| over all outputs, in evaluation and in training mode.
 
@@ -147,9 +143,7 @@ def largest_changes(
     inputs = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
     changes = {}
     for mode in MODES:
-        begin(f"the model in {mode} mode")
         before = _outputs(original, inputs, mode)
-        begin(f"its rescaled copy in {mode} mode")
         changes[mode] = _relative_change(before, _outputs(rescaled, inputs, mode), mode)
     return changes
 
@@ -166,14 +160,8 @@ def guess(model: nn.Module) -> Inputs:
 
 
 def random_inputs(model: nn.Module, shapes: Sequence[Shape], generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Inputs of the given shapes on the device of the model, integers where asked for, else in its dtype.
-
-    The one input of a model that begins with an embedding is integers, whether asked for or not.
-    """
+    """Inputs of the given shapes on the device of the model, integers where asked for, else in its dtype."""
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    first = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
-    if len(shapes) == 1 and isinstance(first, nn.Embedding):
-        shapes = [shapes[0]._replace(below=shapes[0].below or first.num_embeddings)]
     return tuple(
         torch.randint(below, sizes, generator=generator).to(like.device)
         if below

@@ -35,8 +35,8 @@ def to_line(record: Record) -> str:
     return json.dumps(sealed(content, record.recipe.identity), ensure_ascii=False) + "\n"
 
 
-def from_line(text: bytes, path: Path, where: str) -> Record:
-    """The record in a line that `to_line` wrote."""
+def from_line(text: bytes, where: str) -> Record:
+    """The record in a line that `to_line` wrote; `where` names it in an error."""
     try:
         content = parsed(text)
         recipe = Recipe.from_dict(content["recipe"])
@@ -45,7 +45,7 @@ def from_line(text: bytes, path: Path, where: str) -> Record:
             raise ValueError(f"{min(content.keys() - ENTRIES)!r} is no entry of a record")
         columns, summary = content["curve"], dict(content["summary"])  # only what has ended is kept
         points = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return Record.checked(path, recipe, content["sessions"], points, summary)
+        return Record.checked(recipe, content["sessions"], points, summary)
     except KeyError as error:
         raise RecordError(f"{where} is no record of a run: it has no {error}") from error
     except (ValueError, TypeError, AttributeError) as error:
@@ -57,7 +57,7 @@ def from_lines(path: Path) -> list[Record]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror or error}") from error
-    return [from_line(line, path, f"{path}, line {k}") for k, line in enumerate(lines, 1)]
+    return [from_line(line, f"{path}, line {k}") for k, line in enumerate(lines, 1)]
 
 
 def collect(records: Iterable[Record], out: Path, home: Callable[[Recipe], str]) -> dict[Path, int]:
@@ -98,7 +98,7 @@ def _each(paths: Sequence[Path]) -> Iterator[Record]:
             yield from from_lines(path) if path.name != METRICS else ()
 
 
-def scores_of(records: Sequence[Record]) -> Scores:
+def scores_of(records: Iterable[Record]) -> Scores:
     """Test (or validation) errors of the finished runs; infinity for the diverged."""
     errors = {record.recipe: record.summary.get("test_error") for record in records if record.summary is not None}
     # As a committed record has it: what is chosen among equals must not depend on where it is read.

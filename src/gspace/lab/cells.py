@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gspace.lab.data import SETS
-from gspace.lab.learners import batches, code_key, stack_key, stackable
-from gspace.lab.models import build_model
+from gspace.lab.learners import batches, code_key, network, stack_key, stackable
 from gspace.lab.recipe import Recipe, curve_interval, images_of, total_iterations
 from gspace.lab.transform import input_shape
 
@@ -220,18 +219,18 @@ GPU = Machine("one NVIDIA H200", {"bf16": 2.1e14, "tf32": 1.25e14, "float32": 4e
 CPU = Machine("two CPU cores", {"bf16": 2e10, "tf32": 6e10, "float32": 6e10, "float64": 3e10}, 3e-4, 0.5, 0.0)
 
 
-def estimate(recipes: Sequence[Recipe], machine: Machine, stack: int = 16) -> float:
+def estimate(recipes: Sequence[Recipe], machine: Machine) -> float:
     """Seconds to run them one after the other, MLPs stacked; compiled when the network is another than before."""
-    groups = list(batches(recipes, stack))
+    groups = list(batches(recipes))
     alone = [members[0] for members in groups if not stackable(members[0])]
-    layers = sum(network_cost(next(same))[1] for _, same in groupby(alone, key=code_key))
+    layers = sum(network_cost(code)[1] for code, _ in groupby(alone, key=code_key))
     return sum(_seconds(members, machine) for members in groups) + layers * machine.compile_seconds
 
 
 def _seconds(members: Sequence[Recipe], machine: Machine) -> float:
     recipe, count = members[0], len(members)
     total = total_iterations(recipe, images_of(recipe))
-    flops, layers = network_cost(recipe)
+    flops, layers = network_cost(code_key(recipe))
     rate = machine.flops[recipe.precision]
     step = max(3 * flops * recipe.batch_size * count / rate, layers * machine.layer_seconds)
     tested = recipe.test_size or recipe.validation or SETS[recipe.data].test
@@ -239,17 +238,12 @@ def _seconds(members: Sequence[Recipe], machine: Machine) -> float:
     return machine.start_seconds + total * step + points * tested * count * flops / rate
 
 
-def network_cost(recipe: Recipe) -> tuple[int, int]:
-    """Operations of one image's forward pass, and the number of layers with weights."""
-    return _network_cost(code_key(recipe))
-
-
 @functools.cache
-def _network_cost(recipe: Recipe) -> tuple[int, int]:
-    shape, classes = input_shape(recipe.data, recipe.inputs), SETS[recipe.data].classes
+def network_cost(code: Recipe) -> tuple[int, int]:
+    """Operations of one image's forward pass, and the number of layers with weights, of runs with this `code_key`."""
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:  # without memory
-        model = build_model(recipe.model, shape, classes, hidden=recipe.hidden, width=recipe.width).eval()
-        model(torch.empty(1, *shape))
+        model = network(code).eval()
+        model(torch.empty(1, *input_shape(code.data, code.inputs)))
     return counter.get_total_flops(), sum(isinstance(module, nn.Conv2d | nn.Linear) for module in model.modules())
 
 

@@ -111,7 +111,7 @@ def _range(texts: Sequence[str]) -> str:
 def _lines(claim: Claim, experiment: Experiment, found: Found) -> list[Line]:
     """What each line of the table says of a claim; one for them all if it is about how they differ."""
     measure = MEASURES[claim.measure]
-    cells = Variant(length=Fraction(claim.length)).cells(experiment, scores_of(list(found.values())))
+    cells = Variant(length=Fraction(claim.length)).cells(experiment, scores_of(found.values()))
     at = {(cell.line, cell.method.key): cell for cell in cells if claim.part in cell.part}
     lines: list[Line] = []
     along: dict[float, Mapping[int, float]] = {}

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gspace.lab.display import DownloadBar
-from gspace.lab.errors import DataError, MissingDataError, RequestError, reason
+from gspace.lab.errors import DataError, RequestError, reason
 from gspace.lab.seeds import generator
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
@@ -50,7 +50,6 @@ class DataSet:
     y_train: Tensor  # int64 `(N,)`
     x_test: Tensor
     y_test: Tensor
-    classes: int
     white: float  # the pixel value that means 1
     mean: Tensor  # per channel over the training images, of pixels in [0, 1]
     std: Tensor
@@ -148,7 +147,7 @@ def read_digits(root: Path) -> Raw | None:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise MissingDataError("the digits come with scikit-learn: pip install scikit-learn") from error
+        raise DataError("the digits come with scikit-learn: pip install scikit-learn") from error
     bunch = load_digits()
     x, y = bunch.images.astype(np.uint8), bunch.target.astype(np.uint8)
     test = np.arange(len(y)) % 5 == 4
@@ -183,7 +182,7 @@ def read(name: str, spec: Published, root: Path) -> DataSet | None:
     x_train, x_test = (np.ascontiguousarray(images.transpose(0, 3, 1, 2)) for images in stored)
     y_train, y_test = (torch.tensor(arrays[key], dtype=torch.int64) for key in ("y_train", "y_test"))
     images = torch.tensor(x_train), y_train, torch.tensor(x_test), y_test
-    return DataSet(name, *images, spec.classes, spec.white, *_moments(x_train, spec.white))
+    return DataSet(name, *images, spec.white, *_moments(x_train, spec.white))
 
 
 def _verified(key: str, spec: Published, array: Array, source: Path) -> Array:
@@ -225,7 +224,7 @@ def load(
         fetch_all(spec.remotes, root)
         found = read(name, spec, root)
     if found is None:
-        raise MissingDataError(
+        raise DataError(
             f"no data set {name} below {root}: put {name}.npz there, "
             "name another folder with --data-dir or GSPACE_DATA, or pass --download"
         )

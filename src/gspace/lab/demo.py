@@ -95,7 +95,7 @@ def headline(source: Feed) -> tuple[Section, Section]:
     with steps(len(NETWORKS) * (1 + len(TWINS))) as begin:
         for name, (recipe, _) in NETWORKS.items():
             begin(f"analyze {name}")
-            model = initial_model(recipe, source).double()
+            model = initial_model(recipe).double()
             rows = epoch_rows(recipe.seed, 0, len(source.labels), recipe.batch_size, source.augment)[:STEPS]
             analysis, batches = gspace.analyze(model), [(x.double(), y) for x, y in map(source.batch, rows)]
             moved = largest_changes(model, analysis, (batches[0][0],), torch.Generator().manual_seed(0))

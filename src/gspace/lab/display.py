@@ -69,8 +69,8 @@ def show(told: "Moment") -> None:
 
 @contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar of so many steps, none if there are none; is told what comes next."""
-    if not total or not seen():
+    """A bar of so many steps; is told what comes next."""
+    if not seen():
         yield lambda name: None
         return
     with bars() as shown:

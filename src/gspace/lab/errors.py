@@ -14,13 +14,9 @@ class RequestError(LabError, ValueError):
 
 
 class DataError(LabError):
-    """A data file that is damaged, truncated or not what its name says; it is never trained on."""
+    """A data file that is absent, damaged, truncated or not what its name says; it is never trained on."""
 
     exit_code = 3
-
-
-class MissingDataError(DataError):
-    """The data set is nowhere to be found (nothing is damaged)."""
 
 
 class RecordError(LabError):

@@ -15,6 +15,7 @@ Weight decay is not: with it, the rates of a stack must be equal.
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -55,7 +56,7 @@ def stack_or_run(recipe: Recipe) -> Recipe:
     return stack_key(recipe) if stackable(recipe) else recipe
 
 
-def batches(recipes: Sequence[Recipe], largest: int) -> Iterator[list[Recipe]]:
+def batches(recipes: Sequence[Recipe], largest: int = 16) -> Iterator[list[Recipe]]:
     """Runs to be taken together: neighbours that can be stacked, at most `largest`; all others alone."""
     for key, group in groupby(recipes, key=stack_or_run):
         members = list(dict.fromkeys(group))
@@ -77,34 +78,34 @@ def mlp_weights(recipe: Recipe) -> int:
     return sum(a * b for a, b in pairwise((inputs, *recipe.hidden, SETS[recipe.data].classes)))
 
 
-def initial_model(recipe: Recipe, feed: Feed) -> nn.Module:
+def network(recipe: Recipe) -> nn.Module:
+    """The network of a recipe, with weights drawn from torch's global generator."""
+    shape, classes = input_shape(recipe.data, recipe.inputs), SETS[recipe.data].classes
+    return build_model(recipe.model, shape, classes, hidden=recipe.hidden, width=recipe.width)
+
+
+def initial_model(recipe: Recipe) -> nn.Module:
     """The network at iteration 0, on the CPU: the same on every machine and for every optimizer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(recipe.seed, "init"))
-        model = build_model(recipe.model, feed.shape, feed.classes, hidden=recipe.hidden, width=recipe.width)
-    INITS[recipe.init](model, recipe)
+        model = network(recipe)
+    for change in INITS[recipe.init]:
+        change(model, recipe)
     return model.to(number_type(recipe.precision))
 
 
-class _Learner:
-    """What both kinds have: a network, its optimizer, and the sums of losses and errors since the last point."""
+@dataclass(frozen=True, eq=False)
+class Learner:
+    """Networks in training, their optimizer, and the sums of losses and errors since the last point of the curve."""
 
-    def __init__(
-        self, recipes: Sequence[Recipe], feed: Feed, engine: Engine, model: nn.Module, example: Tensor
-    ) -> None:
-        device = torch.device(engine.device)
-        self.recipe, self.feed, self.model, self.count = recipes[0], feed, model.to(device), len(recipes)
-        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.reference = max(range(self.count), key=lambda k: recipes[k].lr)  # its rate is the optimizer's
-        lr = recipes[self.reference].lr
-        rate = torch.tensor(lr, device=device) if device.type == "cuda" else lr  # a captured step reads a tensor
-        self.optimizer = build_optimizer(self.model, self.recipe, rate, example)
-        self.totals = torch.zeros(self.count, 2, dtype=torch.float64, device=device)
-        self.loss_totals, self.error_totals = self.totals.unbind(1)
-
-    def outputs(self, x: Tensor) -> Tensor:
-        """Class scores of inputs `(batch, channel, height, width)`, `(network, batch, class)`."""
-        raise NotImplementedError
+    kind: str  # its name in `LEARNERS`
+    recipe: Recipe  # of the first network; the others differ in seed and rate alone
+    model: nn.Module
+    optimizer: Optimizer
+    rated: int  # the network whose learning rate is the optimizer's
+    totals: Tensor
+    step: Callable[[Tensor], None]  # takes the rows of an iteration
+    outputs: Callable[[Tensor], Tensor]  # class scores `(network, batch, class)` of `(batch, channel, height, width)`
 
     @torch.no_grad()
     def score(self, batches: Batches) -> list[Score]:
@@ -113,7 +114,7 @@ class _Learner:
         for x, y in batches:
             with autocast(self.recipe.precision, x.device):
                 found = at_least_float32(self.outputs(x))
-            many = y.expand(self.count, -1)
+            many = y.expand(len(totals), -1)
             loss = F.cross_entropy(found.flatten(0, 1), many.flatten(), reduction="none").view(many.shape)
             totals[:, 0] += loss.sum(1)
             totals[:, 1] += (found.argmax(2) != y).sum(1)
@@ -124,9 +125,9 @@ class _Learner:
     def set_rates(self, rates: Sequence[float]) -> None:
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rates[self.reference])
+                group["lr"].fill_(rates[self.rated])
             else:
-                group["lr"] = rates[self.reference]
+                group["lr"] = rates[self.rated]
 
     def live(self) -> Tree:
         """Everything that a step writes to."""
@@ -143,31 +144,43 @@ class _Learner:
             group["lr"] = rate  # a loaded tensor may lie on another device; the loop sets the value
 
 
-class Single(_Learner):
+def _prepared(
+    model: nn.Module, recipes: Sequence[Recipe], engine: Engine, example: Tensor
+) -> tuple[Optimizer, int, Tensor]:
+    """Moves the model to the device; its optimizer, the network with the largest rate, which it gets, and the sums."""
+    device = torch.device(engine.device)
+    model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    rated = max(range(len(recipes)), key=lambda k: recipes[k].lr)
+    lr = recipes[rated].lr
+    rate = torch.tensor(lr, device=device) if device.type == "cuda" else lr  # a captured step reads a tensor
+    optimizer = build_optimizer(model, recipes[0], rate, example)
+    return optimizer, rated, torch.zeros(len(recipes), 2, dtype=torch.float64, device=device)
+
+
+def single(recipes: Sequence[Recipe], feed: Feed, engine: Engine) -> Learner:
     """One network of any kind with any optimizer of the table."""
+    (recipe,) = recipes
+    model = initial_model(recipe)
+    optimizer, rated, totals = _prepared(model, recipes, engine, torch.zeros_like(feed.x_test[:1]))
+    loss_sums, error_sums = totals.unbind(1)
+    measure = compiled(loss_and_errors, code_key(recipe)) if engine.compile else loss_and_errors
+    model.train()
 
-    kind = "single"
-
-    def __init__(self, recipes: Sequence[Recipe], feed: Feed, engine: Engine) -> None:
-        (recipe,) = recipes
-        super().__init__(recipes, feed, engine, initial_model(recipe, feed), feed.x_test.new_zeros(1, *feed.shape))
-        self.measure = compiled(loss_and_errors, code_key(recipe)) if engine.compile else loss_and_errors
-        self.model.train()
-
-    def step(self, rows: Tensor) -> None:
-        feed = self.feed
-        self.optimizer.zero_grad()
-        loss, errors = self.measure(
-            self.model, feed.images, feed.labels, feed.augment.take, feed.finish, rows[0], self.recipe.precision
+    def step(rows: Tensor) -> None:
+        optimizer.zero_grad()
+        loss, errors = measure(
+            model, feed.images, feed.labels, feed.augment.take, feed.finish, rows[0], recipe.precision
         )
         loss.backward()
-        if not _moved(self.optimizer):
-            self.loss_totals.fill_(torch.nan)
-        self.loss_totals.add_(loss.detach())
-        self.error_totals.add_(errors)
+        if not _moved(optimizer):
+            loss_sums.fill_(torch.nan)
+        loss_sums.add_(loss.detach())
+        error_sums.add_(errors)
 
-    def outputs(self, x: Tensor) -> Tensor:
-        return self.model(_laid_out(x))[None]
+    def outputs(x: Tensor) -> Tensor:
+        return model(_laid_out(x))[None]
+
+    return Learner("single", recipe, model, optimizer, rated, totals, step, outputs)
 
 
 def loss_and_errors(
@@ -210,51 +223,52 @@ def _moved(optimizer: Optimizer) -> bool:
     return True
 
 
-class Stacked(_Learner):
+def stacked(recipes: Sequence[Recipe], feed: Feed, engine: Engine) -> Learner:
     """MLPs of one shape, each with its own seed and learning rate, as one network.
 
     They share nothing but the calls: each sees the batches it would see alone and follows the same arithmetic, up to
     the order of summation inside a matrix product. One that diverges stands still and does not disturb the others.
     """
+    recipe, count = recipes[0], len(recipes)
+    model = stack([initial_model(recipe) for recipe in recipes])
+    example = feed.x_test.new_zeros(1, count * feed.x_test[0].numel(), 1)
+    optimizer, rated, totals = _prepared(model, recipes, engine, example)
+    loss_sums, error_sums = totals.unbind(1)
+    largest = recipes[rated].lr
+    shares = [recipe.lr / largest if largest else 1.0 for recipe in recipes]
+    scale = torch.tensor(shares, dtype=feed.x_test.dtype, device=totals.device)
+    weights = matrices(model, count)
 
-    kind = "stacked"
-
-    def __init__(self, recipes: Sequence[Recipe], feed: Feed, engine: Engine) -> None:
-        model = stack([initial_model(recipe, feed) for recipe in recipes])
-        example = feed.x_test.new_zeros(1, len(recipes) * math.prod(feed.shape), 1)
-        super().__init__(recipes, feed, engine, model, example)
-        largest = recipes[self.reference].lr
-        scales = [recipe.lr / largest if largest else 1.0 for recipe in recipes]
-        self.weights = torch.tensor(scales, dtype=feed.x_test.dtype, device=self.totals.device)
-        self.matrices = matrices(self.model, self.count)
-
-    def step(self, rows: Tensor) -> None:
-        x, y = self.feed.batch(rows)
-        with autocast(self.recipe.precision, x.device):
-            losses, errors, grads = losses_and_gradients(self.matrices, x.flatten(2), y, self.weights)
-        for parameter, grad in zip(self.model.parameters(), grads, strict=True):
+    def step(rows: Tensor) -> None:
+        x, y = feed.batch(rows)
+        with autocast(recipe.precision, x.device):
+            losses, errors, grads = losses_and_gradients(weights, x.flatten(2), y, scale)
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
             parameter.grad = grad.view_as(parameter)
         # A GPU is not asked whether a gradient was refused: there the diverged are stilled before every step.
-        if self.totals.is_cuda or not _moved(self.optimizer):
-            self._still_diverged()
-            self.optimizer.step()
-        self.loss_totals.add_(losses)
-        self.error_totals.add_(errors)
+        if totals.is_cuda or not _moved(optimizer):
+            _still_diverged(model, loss_sums)
+            optimizer.step()
+        loss_sums.add_(losses)
+        error_sums.add_(errors)
 
-    @torch.no_grad()
-    def _still_diverged(self) -> None:
-        """Networks whose gradient is not finite: marks them in `totals` and makes their gradient 0."""
-        grads = [p.grad.view(self.count, -1) for p in self.model.parameters() if p.grad is not None]
-        finite = torch.stack([grad.isfinite().all(1) for grad in grads]).all(0)
-        for grad in grads:
-            grad.copy_(torch.where(finite[:, None], grad, 0))
-        self.loss_totals.copy_(torch.where(finite, self.loss_totals, torch.nan))
+    def outputs(x: Tensor) -> Tensor:
+        return activations(weights, x.flatten(1).expand(count, -1, -1))[-1]
 
-    def outputs(self, x: Tensor) -> Tensor:
-        return activations(self.matrices, x.flatten(1).expand(self.count, -1, -1))[-1]
+    return Learner("stacked", recipe, model, optimizer, rated, totals, step, outputs)
 
 
-Learner = Single | Stacked
+LEARNERS: Mapping[str, Callable[[Sequence[Recipe], Feed, Engine], Learner]] = {"single": single, "stacked": stacked}
+
+
+@torch.no_grad()
+def _still_diverged(stacked: nn.Module, loss_sums: Tensor) -> None:
+    """Networks whose gradient is not finite: marks them in `loss_sums` and makes their gradient 0."""
+    grads = [p.grad.view(len(loss_sums), -1) for p in stacked.parameters() if p.grad is not None]
+    finite = torch.stack([grad.isfinite().all(1) for grad in grads]).all(0)
+    for grad in grads:
+        grad.copy_(torch.where(finite[:, None], grad, 0))
+    loss_sums.copy_(torch.where(finite, loss_sums, torch.nan))
 
 
 def stack(models: Sequence[nn.Module]) -> nn.Sequential:

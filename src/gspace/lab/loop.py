@@ -41,15 +41,13 @@ Watch = Callable[[Moment], None]
 Stop = Callable[[], int | None]  # number of the signal that asks to stop, or None
 
 
-def interruption(signum: int, where: str, minutes: float | None) -> Interrupted:
+def interruption(signum: int, where: str) -> Interrupted:
     """What ends the work: a signal, or a limit of time, which comes as SIGALRM.
 
-    >>> str(interruption(signal.SIGALRM, "at iteration 5 of 9", 90.0))
-    'the 90 minutes are over at iteration 5 of 9; run again to continue'
+    >>> str(interruption(signal.SIGALRM, "at iteration 5 of 9"))
+    'the minutes are over at iteration 5 of 9; run again to continue'
     """
-    why = f"stopped by {signal.Signals(signum).name}"
-    if signum == signal.SIGALRM and minutes is not None:
-        why = "the minute is over" if minutes == 1 else f"the {minutes:g} minutes are over"
+    why = "the minutes are over" if signum == signal.SIGALRM else f"stopped by {signal.Signals(signum).name}"
     return Interrupted(f"{why} {where}; run again to continue", signum)
 
 
@@ -157,7 +155,7 @@ class Loop:
             torch.cuda.synchronize()
         self.overhead = time.perf_counter() - started
 
-    def run(self, watch: Watch | None, stop: Stop, minutes: float | None = None) -> None:
+    def run(self, watch: Watch | None, stop: Stop) -> None:
         """Iterates to the end, to divergence, or to a signal."""
         rows: Tensor | None = None
         rates: list[float] = []
@@ -196,7 +194,7 @@ class Loop:
             clock = now
             if signum and self.iteration < self.total:
                 self._save()
-                raise interruption(signum, f"at iteration {self.iteration} of {self.total}", minutes)
+                raise interruption(signum, f"at iteration {self.iteration} of {self.total}")
             if time.perf_counter() - saved > self.engine.checkpoint_seconds:
                 self._save()
                 saved = time.perf_counter()

@@ -257,29 +257,21 @@ def _delta_orthogonal(layer: nn.Conv2d, draws: torch.Generator) -> None:
     layer.weight.zero_()[:, :, height // 2, width // 2] = matrix
 
 
-def _one_by_one(*inits: Init) -> Init:
-    def initialise(model: nn.Module, recipe: Recipe) -> None:
-        for init in inits:
-            init(model, recipe)
-
-    return initialise
-
-
 _SKELETON = _skeleton("positive")
 _TORCHVISION = _layers(nn.Conv2d, "torchvision", _as_torchvision)
 _UNIFORM = _layers(nn.BatchNorm2d, "uniform-gains", _uniform)
 
-
-INITS: Mapping[str, Init] = {
-    "default": lambda model, recipe: None,  # the network's own
-    "torchvision": _TORCHVISION,
-    "uniform-gains": _UNIFORM,
-    "skeleton": _SKELETON,
-    "torchvision-skeleton": _one_by_one(_TORCHVISION, _SKELETON),
-    "uniform-gains-skeleton": _one_by_one(_UNIFORM, _SKELETON),
-    "skeleton-random-signs": _skeleton("random"),
-    "skeleton-common-signs": _skeleton("random", common=True),
-    "dirac-added": _layers(nn.Conv2d, "dirac-added", _add_dirac),
-    "dirac": _layers(nn.Conv2d, "dirac", _dirac),
-    "delta-orthogonal": _layers(nn.Conv2d, "delta-orthogonal", _delta_orthogonal),
+# What is done one after the other to the network's own weights.
+INITS: Mapping[str, Sequence[Init]] = {
+    "default": (),
+    "torchvision": (_TORCHVISION,),
+    "uniform-gains": (_UNIFORM,),
+    "skeleton": (_SKELETON,),
+    "torchvision-skeleton": (_TORCHVISION, _SKELETON),
+    "uniform-gains-skeleton": (_UNIFORM, _SKELETON),
+    "skeleton-random-signs": (_skeleton("random"),),
+    "skeleton-common-signs": (_skeleton("random", common=True),),
+    "dirac-added": (_layers(nn.Conv2d, "dirac-added", _add_dirac),),
+    "dirac": (_layers(nn.Conv2d, "dirac", _dirac),),
+    "delta-orthogonal": (_layers(nn.Conv2d, "delta-orthogonal", _delta_orthogonal),),
 }

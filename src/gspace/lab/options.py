@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -13,16 +13,14 @@ import torch
 
 from gspace.lab.cli import argument
 from gspace.lab.data import load
-from gspace.lab.display import display, steps
+from gspace.lab.display import display
 from gspace.lab.engine import Cluster, Engine
 from gspace.lab.errors import RequestError
 from gspace.lab.loop import stop_requests
 from gspace.lab.models import UNUSED
-from gspace.lab.recipe import Kind, Recipe, checked, kind_of
+from gspace.lab.recipe import Kind, Recipe, kind_of
 from gspace.lab.record import make_folder
 from gspace.lab.train import Session
-
-MOST_SEEDS = 10_000
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +33,6 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     told = "stop after this time, with a checkpoint; run again to continue"
     group.add_argument("--minutes", type=_positive, metavar="X", help=told)
     group.add_argument("--threads", type=_count, metavar="N", help="CPU threads (default: torch's own choice)")
-    group.add_argument("--stack", metavar="N", type=_count, default=16, help="most MLPs to train at once (default: 16)")
     group = parser.add_argument_group("many runs (docs/sweeps.md)")
     group.add_argument("--slice", type=_slice, metavar="K/N", help="the K-th of N fixed shares, for N processes")
     told = "this process, or a Ray cluster (default: local)"
@@ -79,7 +76,7 @@ def cluster(args: argparse.Namespace) -> Cluster | None:
 def session(args: argparse.Namespace, runs: int) -> Iterator[Session]:
     """What the runs of one command have in common; shows their progress, and ends them cleanly on a signal."""
     with display(runs, quiet=args.json or args.engine == "ray") as watch, stop_requests(args.minutes) as stop:
-        yield Session(args.data_dir, Engine(**given(args, Engine)), watch, stop, args.minutes)
+        yield Session(args.data_dir, Engine(**given(args, Engine)), watch, stop)
 
 
 def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
@@ -88,47 +85,34 @@ def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
         Engine(**given(args, Engine)).resolve()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    names = dict.fromkeys(recipe.data for recipe in recipes)
-    with steps(0 if args.download else len(names)) as begin:  # a download has a bar of its own
-        for name in names:
-            begin(f"read {name}")
-            load(name, args.data_dir, download=args.download)
+    for name in dict.fromkeys(recipe.data for recipe in recipes):
+        load(name, args.data_dir, download=args.download)
     make_folder(args.out)
 
 
 def recipe(args: argparse.Namespace) -> Recipe:
     """The recipe file's fields, if one was named, and over them those given on the command line.
 
-    The file is named in an error that the command line alone does not explain. A size that the network lacks is refused
-    here alone: it is part of the identity of runs, and recorded ones may hold it.
+    Of two lengths the one on the command line replaces the other. A size that the network lacks is refused here alone:
+    it is part of the identity of runs, and recorded ones may hold it.
     """
-    named = given(args, Recipe)
-    for name, value in named.items():
-        checked(name, value)
-    try:
-        base = _recipe_file(args.recipe, named) if args.recipe else {}
-        made = Recipe.from_dict({**base, **named})
-    except RequestError as error:
-        raise RequestError(f"{args.recipe}: {error}" if args.recipe else str(error)) from error
+    base, named = read_json(args.recipe, dict, "recipe") if args.recipe else {}, given(args, Recipe)
+    if {"iterations", "epochs"} & named.keys():
+        base = {**base, "iterations": None, "epochs": None}
+    made = Recipe.from_dict({**base, **named})
     if UNUSED[made.model] in named:
         raise RequestError(f"--{UNUSED[made.model]} has no effect on the network {made.model!r}: leave it out")
     return made
 
 
-def _recipe_file(path: Path, named: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Its fields; of two lengths the one on the command line replaces the other."""
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise RequestError("it is no recipe: it holds no JSON object")
-    lengths = {"iterations", "epochs"}
-    return {name: value for name, value in content.items() if name not in lengths or not lengths & named.keys()}
-
-
-def read_json(path: Path) -> Any:
+def read_json(path: Path, kind: type, what: str) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise RequestError(f"it cannot be read: {error}") from error
+        raise RequestError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, kind):
+        raise RequestError(f"{path} is no {what}")
+    return value
 
 
 def reader(kind: Kind) -> Callable[[str], Any]:
@@ -148,12 +132,11 @@ def reader(kind: Kind) -> Callable[[str], Any]:
 
 
 def _seeds(text: str) -> list[int]:
-    ranges = [(int(first), int(last or first)) for first, _, last in (part.partition("-") for part in text.split(","))]
-    few = all(first <= last for first, last in ranges) and sum(b - a + 1 for a, b in ranges) <= MOST_SEEDS
-    return [seed for first, last in ranges for seed in range(first, last + 1)] if few else []
+    ranges = (part.partition("-") for part in text.split(","))
+    return [seed for first, _, last in ranges for seed in range(int(first), int(last or first) + 1)]
 
 
-numbers = argument(_seeds, bool, f"list of at most {MOST_SEEDS:,} seeds: write 0,1,2 or 0-2")
+numbers = argument(_seeds, bool, "list of seeds: write 0,1,2 or 0-2")
 _slice = argument(
     lambda text: tuple(map(int, text.split("/"))),
     lambda part: len(part) == 2 and 1 <= part[0] <= part[1],

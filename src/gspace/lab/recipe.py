@@ -99,7 +99,9 @@ class Recipe:
         return {name: value for name, value in self.to_dict().items() if value != _plain(DEFAULTS[name])}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
+    def from_dict(cls, values: Any) -> "Recipe":
+        if not isinstance(values, Mapping):
+            raise RequestError(f"{values!r} is no recipe")
         return cls(**{check_name("recipe field", name, KINDS): value for name, value in values.items()})
 
     def but(self, **changes: Any) -> "Recipe":

@@ -246,16 +246,13 @@ def open_run(out: Path, recipe: Recipe) -> Iterator[Run]:
 class Record:
     """What a reader finds in a run folder, at any moment of the run."""
 
-    folder: Path
     recipe: Recipe
     sessions: tuple[Json, ...]
     metrics: tuple[Json, ...]
     summary: Json | None
 
     @classmethod
-    def checked(
-        cls, path: Path, recipe: Recipe, sessions: Any, points: Sequence[Json], summary: Json | None
-    ) -> "Record":
+    def checked(cls, recipe: Recipe, sessions: Any, points: Sequence[Json], summary: Json | None) -> "Record":
         """As it was read; the curve of a run that has ended must end where its summary says."""
         if summary is not None:
             check_summary(summary, recipe)
@@ -263,7 +260,7 @@ class Record:
             for name in ("iteration", "test_error") if summary["status"] == "finished" else ("iteration",):
                 if last.get(name) != summary[name]:
                     raise ValueError(f"its curve ends with {name} {last.get(name)}, its summary has {summary[name]}")
-        return cls(path, recipe, check_sessions(sessions), check_curve(points), summary)
+        return cls(recipe, check_sessions(sessions), check_curve(points), summary)
 
 
 def read_run(folder: Path) -> Record:
@@ -276,7 +273,7 @@ def read_run(folder: Path) -> Record:
     run = Run(folder, recipe)
     summary = run.summary  # before the curve: once it is there, the curve is whole
     try:
-        return Record.checked(folder, recipe, list(run.sessions), run.metrics, summary)
+        return Record.checked(recipe, list(run.sessions), run.metrics, summary)
     except ValueError as error:
         raise RecordError(f"{folder / METRICS} is not that of {SUMMARY}: {error}") from error
 

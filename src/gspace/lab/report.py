@@ -22,7 +22,7 @@ from gspace.lab.document import Document, Section, Table, code, markdown, page
 from gspace.lab.errors import RecordError
 from gspace.lab.experiments import EXPERIMENTS, FACTS
 from gspace.lab.figures import draw, panels
-from gspace.lab.recipe import Recipe, check_name
+from gspace.lab.recipe import Recipe
 from gspace.lab.record import Record, write_atomic
 from gspace.lab.tabulate import ERROR, Found, outcome, tables, write
 
@@ -30,7 +30,6 @@ from gspace.lab.tabulate import ERROR, Found, outcome, tables, write
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUNS", type=Path, nargs="+", help="folders of run folders or of records")
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="where to (default: report)")
-    parser.add_argument("--only", metavar="NAME,...", help="experiments to report on (default: all that were begun)")
     told = "instead, add finished runs to the files there, one per experiment"
     parser.add_argument("--export", type=Path, metavar="DIR", help=told)
 
@@ -43,11 +42,8 @@ def run(args: argparse.Namespace) -> int:
         added = collect(records, args.export, homes(read_records([*args.runs, *args.export.glob("*.jsonl")])))
         print("\n".join(f"{path}: {count} new" for path, count in added.items()) or "every finished run was there")
         return 0
-    names = args.only.split(",") if args.only else list(EXPERIMENTS)
-    chosen = [EXPERIMENTS[check_name("experiment", name, EXPERIMENTS)] for name in names]
-    only = f" --only {args.only}" if args.only else ""
     folders = shlex.join(map(str, args.runs))
-    document = assemble(records, chosen, f"gspace report {folders}{only}", f" --results {folders}")
+    document = assemble(records, list(EXPERIMENTS.values()), f"gspace report {folders}", f" --results {folders}")
     print("\n".join(map(str, publish(document, args.out))))
     return 0
 
@@ -108,7 +104,7 @@ def assemble(
 
 def begun(experiment: Experiment, found: Found) -> Iterator[Part]:
     """The sizes of an experiment of which at least one run is recorded."""
-    scores, quick = scores_of(list(found.values())), {recipe.quick for recipe in found}
+    scores, quick = scores_of(found.values()), {recipe.quick for recipe in found}
     sizes = [Variant(length=length) for length in LENGTHS.values()] if False in quick else []
     for variant in (*sizes, *([Variant(quick=True)] if True in quick else [])):
         cells = variant.cells(experiment, scores)
@@ -145,7 +141,7 @@ def _missing(experiments: Sequence[Experiment], parts: Sequence[Part], found: Fo
     Runs that depend on others that are not done are a guess.
     """
     there = {part.experiment for part in parts if part.variant == Variant()}
-    scores, rows = scores_of(list(found.values())), []
+    scores, rows = scores_of(found.values()), []
     for experiment, variant, _ in (*parts, *(Part(e, Variant(), ()) for e in experiments if e not in there)):
         cells = variant.cells(experiment, guessed(scores))
         methods = {recipe: cell.method for cell in reversed(cells) for recipe in cell.recipes}

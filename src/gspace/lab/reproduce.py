@@ -15,7 +15,7 @@ from gspace.lab.experiments import EXPERIMENTS
 from gspace.lab.recipe import Recipe, check_name
 from gspace.lab.record import Record
 from gspace.lab.report import assemble, publish
-from gspace.lab.sweep import conclude, run_all, share
+from gspace.lab.sweep import NOTHING_LEFT, run_all, share
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,13 +28,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", choices=LENGTHS, default="1", help=told)
     told = "records that count as finished runs too"
     parser.add_argument("--results", type=Path, metavar="DIR", nargs="+", default=[], help=told)
-    parser.add_argument("--report", type=Path, metavar="DIR", help="where the report goes (default: OUT/report/NAME)")
     parser.add_argument("--list", action="store_true", help="show the runs and what is left to pay, run nothing")
     parser.add_argument("--json", action="store_true", help="with --list: the file for `gspace train --queue`")
     group = parser.add_argument_group("only some of the runs (lists are separated by commas)")
     for name, (what, example, _) in FILTERS.items():
         group.add_argument(f"--{name}", metavar="NAME,...", help=f"{what}s, for example {example}")
-    group.add_argument("--part", metavar="TEXT", help="tables whose heading holds this text, for example grid")
     group.add_argument("--seeds", type=options.numbers, metavar="N,...", help="seeds, for example 0,1,2 or 0-2")
     options.add_runs(parser)
 
@@ -56,30 +54,32 @@ def run(args: argparse.Namespace) -> int:
         if len(all_left) > len(left) and not args.json:
             print(f"decided by these: {len(all_left) - len(left)} more, about {costs(all_left)} in all")
         return 0
-    done = work(cells, args)
+    failed = work(cells, args)
     again = ["--out", str(args.out), *(["--results", *map(str, args.results)] if args.results else [])]
     document = assemble(recorded(args), [experiment], f"{experiment.command}{variant.flags}", f" {shlex.join(again)}")
-    print("\n".join(map(str, publish(document, args.report or args.out / "report" / experiment.name))))
-    return conclude(*done)
+    print("\n".join(map(str, publish(document, args.out / "report" / experiment.name))))
+    return 1 if failed else 0
 
 
-def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> tuple[int, int, int]:
-    """Runs the cells, then those that their results decide, and so on; how many runs, finished before, failed."""
+def work(cells: Callable[[Scores], list[Cell]], args: argparse.Namespace) -> int:
+    """Runs the cells, then those that their results decide, and so on; returns how many runs failed."""
     tried: set[Recipe] = set()
     scores = scores_of(recorded(args))
-    before, failed, cluster = sum(scores(r) is not None for r in jobs(cells(scores))), 0, options.cluster(args)
+    failed, cluster = 0, options.cluster(args)
     expected = unfinished(cells(guessed(scores)), scores)
+    if not expected:
+        print(NOTHING_LEFT)
     options.prepare(expected, args)
     with options.session(args, len(expected)) as session:
         while todo := [recipe for recipe in unfinished(cells(scores), scores) if recipe not in tried]:
             mine = share(todo, args.slice) if args.slice else todo
-            failed += run_all(mine, args.out, session, args.stack, cluster)
+            failed += run_all(mine, args.out, session, cluster)
             tried.update(todo)
             scores = scores_of(recorded(args))
         others = unfinished(cells(scores), scores) if args.slice else []
         if others and not failed:
             print(f"{len(others)} runs are in other slices; when they are done, run this again for what they decide")
-    return before + len(tried), before, failed
+    return failed
 
 
 def unfinished(cells: Sequence[Cell], scores: Scores) -> list[Recipe]:
@@ -99,11 +99,6 @@ def selected(cells: Sequence[Cell], args: argparse.Namespace) -> list[Cell]:
             there = sorted({key(cell) for cell in cells})
             wanted = [check_name(what, one, there) for one in asked.strip(",").split(",")]
             kept = [cell for cell in kept if key(cell) in wanted]
-    if args.part:
-        parts = dict.fromkeys(cell.part for cell in kept)
-        kept = [cell for cell in kept if args.part in cell.part]
-        if not kept:  # also where it comes later: what decides its runs is not finished
-            raise RequestError(f"none of the tables known so far has {args.part!r} in its heading: {'; '.join(parts)}")
     if args.seeds is not None:
         kept = [replace(c, recipes=tuple(r for r in c.recipes if r.seed in args.seeds)) for c in kept]
     kept = [cell for cell in kept if cell.recipes]

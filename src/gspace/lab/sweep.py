@@ -30,6 +30,7 @@ from gspace.lab.train import Session, train, train_many
 
 PATIENCE = 60  # seconds
 RETRIES = 5  # of a task whose node or process died, or that failed
+NOTHING_LEFT = "every run was finished before"
 EXAMPLES = """examples:
   gspace train --epochs 20 --optimizer gsgd --init skeleton --lr 0.1
       an MLP on scikit-learn's digits, by G-SGD from the paper's initialisation
@@ -62,33 +63,28 @@ def run(args: argparse.Namespace) -> int:
         one = options.recipe(args)
         recipes = [one.but(seed=seed) for seed in args.seeds] if args.seeds else [one]
     recipes = share(recipes, args.slice) if args.slice else recipes
-    cluster, failed, before = options.cluster(args), 0, sum(finished(args.out, recipe) for recipe in recipes)
+    cluster, failed = options.cluster(args), 0
     options.prepare(recipes, args)
-    with redirect_stdout(sys.stderr) if args.json else nullcontext():  # the standard output is for the JSON alone
-        with options.session(args, len(recipes)) as session:
-            if len(recipes) == 1 and not (args.queue or cluster):  # what goes wrong is then this command's error
-                report(recipes[0], train(recipes[0], args.out, **vars(session)))
-            else:
-                failed = run_all(recipes, args.out, session, args.stack, cluster)
-        code = conclude(len(recipes), before if len(recipes) > 1 or args.queue else 0, failed)
+    told = redirect_stdout(sys.stderr) if args.json else nullcontext()  # the standard output is for the JSON alone
+    with told, options.session(args, len(recipes)) as session:
+        if len(recipes) == 1 and not (args.queue or cluster):  # what goes wrong is then this command's error
+            report(recipes[0], train(recipes[0], args.out, **vars(session)))
+        else:
+            failed = run_all(recipes, args.out, session, cluster)
     if args.json:
         runs = [Run(args.out / recipe.folder, recipe) for recipe in recipes]
         ended = [{"folder": str(run.folder), "recipe": run.recipe.short(), "summary": run.summary} for run in runs]
         print(json.dumps(ended, indent=1))
-    return code
+    return 1 if failed else 0
 
 
 def read_queue(path: Path) -> list[Recipe]:
-    where, recipes = str(path), []
-    try:
-        jobs = options.read_json(path)
-        if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-            raise RequestError("it is no list of recipes")
-        for k, job in enumerate(jobs, 1):
-            where = f"{path}, recipe {k} of {len(jobs)}"
+    jobs, recipes = options.read_json(path, list, "list of recipes"), []
+    for k, job in enumerate(jobs, 1):
+        try:
             recipes.append(Recipe.from_dict(job))
-    except RequestError as error:
-        raise RequestError(f"{where}: {error}") from error
+        except RequestError as error:
+            raise RequestError(f"{path}, recipe {k} of {len(jobs)}: {error}") from error
     return recipes
 
 
@@ -105,10 +101,12 @@ def finished(out: Path, recipe: Recipe) -> bool:
     return (out / recipe.folder / SUMMARY).exists()
 
 
-def run_all(recipes: Sequence[Recipe], out: Path, session: Session, stack: int = 16, on: Cluster | None = None) -> int:
+def run_all(recipes: Sequence[Recipe], out: Path, session: Session, on: Cluster | None = None) -> int:
     """Works through the recipes; returns how many failed. Raises `Interrupted` when a signal stops it."""
-    every = batches(list(dict.fromkeys(recipes)), stack)
+    every = batches(list(dict.fromkeys(recipes)))
     left = [(members, new) for members in every if (new := [r for r in members if not finished(out, r)])]
+    if recipes and not left:
+        print(NOTHING_LEFT, flush=True)
     if on:
         return _on_ray(left, out.resolve(), session, on)
     failed = 0
@@ -149,7 +147,7 @@ def _train(members: Sequence[Recipe], out: Path, session: Session) -> None:
 def _check_stop(session: Session, where: str) -> None:
     signum = session.stop() if session.stop else None
     if signum:
-        raise interruption(signum, where, session.minutes)
+        raise interruption(signum, where)
 
 
 def _on_ray(tasks: Sequence[tuple[list[Recipe], list[Recipe]]], out: Path, session: Session, on: Cluster) -> int:
@@ -203,13 +201,6 @@ def _task(members: Sequence[Recipe], out: Path, session: Session, threads: int) 
         except BusyError:  # a process of a node that was given up may take its time to end
             time.sleep(1.0)
     _train(members, out, session)
-
-
-def conclude(runs: int, before: int, failed: int) -> int:
-    """Says in a last line what the lines of the runs do not say, and returns the exit code."""
-    if runs and before == runs:
-        print("1 run, finished before" if runs == 1 else f"{runs} runs, all finished before", flush=True)
-    return 1 if failed else 0
 
 
 def report(recipe: Recipe, summary: Json | None) -> None:

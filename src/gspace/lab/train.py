@@ -10,7 +10,7 @@ optimizer and i. A run that is stopped, by a signal or by force, continues from 
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from gspace.lab.data import load, subset
 from gspace.lab.engine import Engine, arithmetic, number_type
 from gspace.lab.errors import RecordError, RequestError
-from gspace.lab.learners import Learner, Single, Stacked, largest_stack, stack_key, stackable
+from gspace.lab.learners import LEARNERS, largest_stack, stack_key, stackable
 from gspace.lab.loop import Loop, Stop, Watch, stop_requests
 from gspace.lab.recipe import Recipe
 from gspace.lab.record import CHECKPOINT, Json, Run, environment, open_run, read_run
@@ -29,7 +29,6 @@ from gspace.lab.seeds import derive
 from gspace.lab.transform import feed
 
 _data = functools.lru_cache(maxsize=2)(load)
-LEARNERS: Mapping[str, type[Learner]] = {Single.kind: Single, Stacked.kind: Stacked}
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class Session:
     engine: Engine = field(default_factory=Engine)
     watch: Watch | None = None  # told of the progress
     stop: Stop | None = None  # if left out, signals are caught for the call's time
-    minutes: float | None = None  # after which `stop` gives SIGALRM, if there is such a limit
 
 
 def train(recipe: Recipe, out: str | Path, **session: Any) -> Json:
@@ -51,7 +49,7 @@ def train(recipe: Recipe, out: str | Path, **session: Any) -> Json:
     """
     with open_run(Path(out), recipe) as run:
         if run.summary is None:
-            _work([run], Single.kind, Session(**session))
+            _work([run], "single", Session(**session))
         assert run.summary is not None, "the loop ends with a summary or an exception"
         return run.summary
 
@@ -81,7 +79,7 @@ def _work_in_stacks(runs: Sequence[Run], session: Session) -> None:
         state = run.load() if run.summary is None else None
         if state is not None:
             kind, members = state["kind"], tuple(state["members"])
-            if kind not in LEARNERS or (kind == Single.kind and len(members) > 1):
+            if kind not in LEARNERS or (kind == "single" and len(members) > 1):
                 raise RecordError(f"{run.folder / CHECKPOINT} is of {len(members)} {kind} runs, which there are not")
             stacks[members] = kind
         elif run.summary is None:
@@ -90,7 +88,7 @@ def _work_in_stacks(runs: Sequence[Run], session: Session) -> None:
     fresh = [name for name in fresh if name not in begun]
     size = largest_stack(runs[0].recipe, session.engine.resolve().device)
     for i in range(0, len(fresh), size):
-        stacks[tuple(fresh[i : i + size])] = Single.kind if size == 1 else Stacked.kind
+        stacks[tuple(fresh[i : i + size])] = "single" if size == 1 else "stacked"
     for members, kind in stacks.items():
         with ExitStack() as held:
             for name in members:
@@ -119,4 +117,4 @@ def _work(runs: Sequence[Run], kind: str, session: Session) -> None:
             run.begin(environment(engine=asdict(engine), iteration=loop.iteration))
         stop = session.stop or stack.enter_context(stop_requests())
         loop.prepare(started)
-        loop.run(session.watch, stop, session.minutes)
+        loop.run(session.watch, stop)

@@ -103,8 +103,6 @@ class Feed:
     labels: Tensor
     x_test: Tensor  # finished
     y_test: Tensor
-    shape: tuple[int, int, int]  # of one input, `(channel, height, width)`
-    classes: int
     augment: Augment
     finish: Callable[[Tensor], Tensor]  # pixels that `augment.take` returned -> inputs
 
@@ -131,11 +129,9 @@ def feed(data: DataSet, inputs: str, augment: str, dtype: torch.dtype = torch.fl
     change = AUGMENTS[augment]
     fixed = change.margin == 0
     x_test = _in_pieces(finish, data.x_test)
-    channels, height, width = x_test.shape[1:]
     images = _in_pieces(finish, data.x_train) if fixed else F.pad(data.x_train, (change.margin,) * 4)
     ready = (lambda inputs: inputs) if fixed else finish
-    shape = (channels, height, width)
-    return Feed(images, data.y_train, x_test, data.y_test, shape, data.classes, change, ready)
+    return Feed(images, data.y_train, x_test, data.y_test, change, ready)
 
 
 def _in_pieces(function: Callable[[Tensor], Tensor], x: Tensor, size: int = 10_000) -> Tensor:
