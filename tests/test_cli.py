@@ -164,6 +164,7 @@ def test_json_holds_the_analysis_and_the_verification(capsys: pytest.CaptureFixt
         (["model.py:TwoInputs", "--input-shape", "2,3", "--input-shape", "2,5"], 8),
         (["model.py:Noisy()"], 8),
         (["model.py:Tokens"], 10),
+        (["model.py:Tokens", "--input-shape", "2,5"], 10),
         (["model.py:Tokens", "--input-shape", "2,5:9", "--input-shape", "2"], 10),
         (["model.py:digits", "--input-shape", "2,1,28,28"], 4),
         ([f"{EXAMPLES}:residual(width=4, blocks=1)"], 8),

@@ -350,7 +350,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str]] = {
     "unknown device": (nothing, [*TINY, "--device", "abacus"], 5, "try cpu, cuda or auto"),
     "corrupted checkpoint": (corrupted_checkpoint, [*TINY, "--out", ROOT], 4, "is damaged (SHA-256 differs)"),
     "curve behind its checkpoint": (curve_without_points, [*TINY, "--out", ROOT], 4, "metrics.jsonl has no point at"),
-    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of seeds"),
+    "bad seeds": (nothing, [*TINY, "--seeds", "few"], 2, "is no list of at most 10,000 seeds"),
     "bad minutes": (nothing, [*TINY, "--minutes", "-1"], 2, "is no positive number"),
     "queue that is none": (recipe_file("3"), ["train", "--queue", f"{ROOT}/recipe.json"], 2, "is no list of recipes"),
     "report on nothing": (nothing, ["report", ROOT], 4, "no runs below"),
@@ -561,7 +561,7 @@ def test_benchmarks_are_listed_and_run_with_their_options(
     assert "they come with the source" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("seeds", ["4-0", "0-1-2", "", "x"])
+@pytest.mark.parametrize("seeds", ["4-0", "3-1,5", "0-99999999999", "0-1-2", "", "x"])
 def test_seeds_that_are_none(seeds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", "--epochs", "1", "--out", str(tmp_path), "--seeds", seeds])

@@ -160,8 +160,14 @@ def guess(model: nn.Module) -> Inputs:
 
 
 def random_inputs(model: nn.Module, shapes: Sequence[Shape], generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Inputs of the given shapes on the device of the model, integers where asked for, else in its dtype."""
+    """Inputs of the given shapes on the device of the model, integers where asked for, else in its dtype.
+
+    The one input of a model that begins with an embedding is integers, whether asked for or not.
+    """
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    first = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
+    if len(shapes) == 1 and isinstance(first, nn.Embedding):
+        shapes = [shapes[0]._replace(below=shapes[0].below or first.num_embeddings)]
     return tuple(
         torch.randint(below, sizes, generator=generator).to(like.device)
         if below

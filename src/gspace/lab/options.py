@@ -22,6 +22,8 @@ from gspace.lab.recipe import Kind, Recipe, kind_of
 from gspace.lab.record import make_folder
 from gspace.lab.train import Session
 
+MOST_SEEDS = 10_000
+
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """What every command that trains has: where runs and data are, how and where they are computed."""
@@ -132,11 +134,12 @@ def reader(kind: Kind) -> Callable[[str], Any]:
 
 
 def _seeds(text: str) -> list[int]:
-    ranges = (part.partition("-") for part in text.split(","))
-    return [seed for first, _, last in ranges for seed in range(int(first), int(last or first) + 1)]
+    ranges = [(int(first), int(last or first)) for first, _, last in (part.partition("-") for part in text.split(","))]
+    few = all(first <= last for first, last in ranges) and sum(b - a + 1 for a, b in ranges) <= MOST_SEEDS
+    return [seed for first, last in ranges for seed in range(first, last + 1)] if few else []
 
 
-numbers = argument(_seeds, bool, "list of seeds: write 0,1,2 or 0-2")
+numbers = argument(_seeds, bool, f"list of at most {MOST_SEEDS:,} seeds: write 0,1,2 or 0-2")
 _slice = argument(
     lambda text: tuple(map(int, text.split("/"))),
     lambda part: len(part) == 2 and 1 <= part[0] <= part[1],
