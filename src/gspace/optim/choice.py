@@ -22,6 +22,7 @@ from gspace.analysis import Analysis, Edges
 from gspace.devices import on_cpu
 from gspace.optim.reference import Reference, choose_skeleton, entry_references
 from gspace.optim.skeleton import Picked, Skeleton, skeleton_of, trained_names, trained_units
+from gspace.optim.walks import laid_out
 from gspace.sharding import weights_of
 
 KEY = "skeleton"  # in the state of a parameter
@@ -169,17 +170,10 @@ def walked(following: Tensor) -> Tensor:
 
 
 def units_at(e: Edges, shape: torch.Size, index: Tensor) -> tuple[Tensor, Tensor]:
-    """The units that entries of a parameter write and read; the same as looking them up in `e.view`."""
-    first, second = e.head.shape
-    if len(shape) == 1 or e.head.numel() == shape.numel():
-        return e.head.reshape(-1)[index], e.tail[index // second, 0]
-    if e.stacked(shape):
-        group, row, column = torch.unravel_index(index, shape)[:3]
-    else:
-        row, column = torch.unravel_index(index, shape)[:2]
-        inner = shape[0] // first  # outputs of a group, or inputs where they come first
-        group, row = row // inner, row % inner
-    return (e.head[group, column], e.tail[group, row]) if e.swap else (e.head[group, row], e.tail[group, column])
+    """The units that entries of a parameter write and read."""
+    view = laid_out(e, shape)
+    group, out, into = (index // step % n for step, n in zip(view.stride()[:3], view.shape[:3], strict=True))
+    return e.head[group, out], e.tail[group, into]
 
 
 def require(sound: bool, what: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from gspace.analysis import Edges
 from gspace.devices import on_cpu
 from gspace.optim.skeleton import Skeleton, by_edge
+from gspace.optim.walks import laid_out
 from gspace.sharding import Reduce, alone, edges_on
 
 
@@ -72,15 +73,6 @@ class Layer:
             return parameter.reshape(group, inputs, out, *taps).transpose(1, 2)
         return parameter.reshape(self.shape)
 
-    def rows(self, vector: Tensor, like: Tensor) -> Tensor:
-        """A unit vector at the heads, shaped to broadcast against the view of a weight."""
-        return vector[self.edges.head].reshape(*self.edges.head.shape, *[1] * (like.dim() - 2)).to(like.dtype)
-
-    def columns(self, vector: Tensor, like: Tensor) -> Tensor:
-        """A unit vector at the tails."""
-        g, n = self.edges.tail.shape
-        return vector[self.edges.tail].reshape(g, 1, n, *[1] * (like.dim() - 3)).to(like.dtype)
-
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -133,7 +125,7 @@ class Plan:
         parts = values.split([x.root.numel() for x in self.layers])
         for layer, t, part in zip(self.layers, tensors, parts, strict=True):
             if layer.root.numel():
-                t[layer.entries] = part.to(t.dtype)
+                t[layer.entries] = part.to(t)
 
     def at_units(self, values: Tensor) -> Tensor:
         """Of values at skeleton entries those of in(u) and out(u), `(2·(H + 1),)`; 0 for those that are elsewhere."""
@@ -209,14 +201,9 @@ def layers_of(
         device = weight.device
         index, root, free, tail, head = (x.to(device) for x in of_entries)
         mask = masks[e.name].to(device) if e.name in masks else None
-        entries, shape = unraveled(index, weight.shape), view_shape(e, weight.shape)
+        entries, shape = unraveled(index, weight.shape), laid_out(e, weight.shape).shape
         layers.append(Layer(edges_on(e, device), entries, root, free, tail, head, shape, reads, writes, mask))
     return layers
-
-
-def view_shape(edges: Edges, shape: Sequence[int]) -> torch.Size:
-    """Of `edges.view` of a weight of this shape."""
-    return edges.view(torch.empty(tuple(shape), device="meta")).shape
 
 
 def unraveled(index: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
@@ -246,7 +233,7 @@ def part(layer: Layer, shape: Sequence[int], dim: int, start: int, stop: int) ->
     return replace(
         layer,
         edges=edges,
-        shape=view_shape(edges, [stop - start if d == dim else size for d, size in enumerate(shape)]),
+        shape=laid_out(edges, [stop - start if d == dim else size for d, size in enumerate(shape)]).shape,
         entries=tuple(i[inside] - (start if d == dim else 0) for d, i in enumerate(layer.entries)),
         root=layer.root[inside],
         free=layer.free[inside],

@@ -188,7 +188,7 @@ def weights_after(view: Tensor, change: Tensor, ratio: Ends, out: Tensor | None 
     return unscaled(torch.add(view, change, out=out), ratio, out)
 
 
-def entries_after(layer: Layer | Entries, values: Tensor, ratio: Tensor, spread: Tensor) -> Tensor:
+def entries_after(at: Entries, values: Tensor, ratio: Tensor, spread: Tensor) -> Tensor:
     """Skeleton entries after the step: free ones keep their value, in(r) takes R(r)/R(tail); both follow c."""
-    change = ratio[layer.root] / torch.where(layer.root > 0, ratio[layer.entry_tail], 1)
-    return values * (change * spread[layer.entry_head] / spread[layer.entry_tail]).to(values.dtype)
+    change = ratio[at.root] / torch.where(at.root > 0, ratio[at.entry_tail], 1)
+    return values * (change * spread[at.entry_head] / spread[at.entry_tail]).to(values.dtype)
