@@ -20,13 +20,15 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges
 from gspace.devices import on_cpu
-from gspace.optim.reference import Reference, choose_skeleton, entry_references
-from gspace.optim.skeleton import Picked, Skeleton, skeleton_of, trained_names, trained_units
+from gspace.group.balance import balanced_log_scales
+from gspace.optim.reference import Reference, entry_references, products, reference_of
+from gspace.optim.skeleton import Picked, Skeleton, build_skeleton, skeleton_of, trained_names, trained_units
 from gspace.optim.walks import laid_out
 from gspace.sharding import weights_of
 
 KEY = "skeleton"  # in the state of a parameter
 FINAL, PROVISIONAL = 2, 1
+FAR = 2.0  # a path value that is so many times another one is no small change of it
 
 
 class Chosen(NamedTuple):
@@ -46,10 +48,21 @@ def touching(analysis: Analysis) -> list[Edges]:
 def choose(
     model: nn.Module, analysis: Analysis, wanted: Reference | None, parameters: Iterable[Tensor], *, final: bool = True
 ) -> Chosen:
-    """The skeleton that an optimizer of `parameters` takes in the weights of now."""
-    weights = weights_of(model)
-    reference, skeleton, balanced = choose_skeleton(model, analysis, wanted, parameters)
-    return Chosen(skeleton, entry_references(skeleton, analysis, weights, reference, balanced), final)
+    """The skeleton that an optimizer of `parameters` takes in the weights of now.
+
+    If no reference is wanted: as `reference_of`, but "one" only if path values are near it. Steps are divided by their
+    squares.
+    """
+    weights, trained = weights_of(model), trained_names(model, parameters)
+    if (wanted or reference_of(model, analysis)) == "one":
+        skeleton = build_skeleton(model, analysis, trained=trained)
+        into, out = products(skeleton, weights)
+        near = ((into * out).abs() <= FAR) & ((into * out).abs() >= 1 / FAR)
+        if wanted is not None or bool(near.all()):
+            return Chosen(skeleton, entry_references(skeleton, analysis, weights, "one"), final)
+    x = balanced_log_scales(analysis.transparent, weights, analysis.H_paper + 1)
+    skeleton = build_skeleton(model, analysis, choice="pivoted", trained=trained, balanced=x)
+    return Chosen(skeleton, entry_references(skeleton, analysis, weights, "balanced", x), final)
 
 
 @on_cpu
