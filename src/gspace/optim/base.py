@@ -247,7 +247,7 @@ class GSpaceOptimizer(OfModel):
         else:
             shards.require_gradients(self.model, self._parameters())
 
-    def use(self, way: type[Bound] | str, tile: Tile | None = None, fold_items: int | None = None) -> None:
+    def use(self, way: type[Bound] | str, tile: Tile | None = None) -> None:
         """Takes steps by this implementation as long as nothing moves; for tests and measurements.
 
         With such tiles, or in torch's operations, where `way` says why.
@@ -255,7 +255,7 @@ class GSpaceOptimizer(OfModel):
         built = self._current()
         self._find_way(built)
         whole = self._whole(built)
-        self._way = way if isinstance(way, str) else way(built, self._rules(), whole, tile, fold_items)
+        self._way = way if isinstance(way, str) else way(built, self._rules(), whole, tile)
 
     def _find_way(self, built: Built) -> Bound | str:
         """The compiled step, kept until parameters move or settings change."""

@@ -48,8 +48,6 @@ class FusedStep(Bound):
     Path ratios, bounded and not, are left in `built.last`; how many steps were not taken, in `flags[2]`.
     """
 
-    FOLD = 32
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         weight = self.parameters[0]
@@ -118,7 +116,7 @@ class FusedStep(Bound):
                 "fold_pass", len(folds),
                 (folds, sent.grads, sent.hyper, sent.rates, self.partial, self.norms, free, self.sums, self.flags,
                  len(given.groups)),
-                DEPTH=DEPTH, ITEMS=self.fold_items, **self.kinds,
+                DEPTH=DEPTH, ITEMS=tile.fold, **self.kinds,
             )  # fmt: skip
         self._launch(
             "roots_pass", triton.cdiv(len(roots), ROOTS),

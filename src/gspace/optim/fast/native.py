@@ -171,8 +171,7 @@ def _built(work: Path, source: str, real: str, compiler: str) -> Path:
 class NativeStep(Bound):
     """A step by the compiled passes."""
 
-    TILE = Tile(rows=256, width=8192, loops=1, warps=1)  # of a large weight, what one core works on at a time
-    FOLD = 64
+    TILE = Tile(rows=256, width=8192, loops=1, fold=64)  # of a large weight, what one core works on at a time
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -50,7 +50,7 @@ class Tile(NamedTuple):
     """Work of one program: `loops` tiles of rows × width, side by side or one below the other.
 
     On a GPU `warps` threads of 32 share it, with at most `registers` each, or a third more with momentum: with more,
-    too few programs would be on a processor to hide the latency of memory.
+    too few programs would be on a processor to hide the latency of memory. One of the fold adds up `fold` sums.
     """
 
     rows: int = 16
@@ -58,6 +58,7 @@ class Tile(NamedTuple):
     loops: int = 4
     warps: int = 4
     registers: int = 96
+    fold: int = 32
 
 
 class Tables(NamedTuple):
@@ -117,8 +118,8 @@ def as_matrix(view: Tensor) -> Matrix | None:
 class Builder:
     """Fills the tables, parameter by parameter."""
 
-    def __init__(self, tile: Tile, units: int, fold_items: int) -> None:
-        self.tile, self.units, self.fold_items = tile, units, fold_items
+    def __init__(self, tile: Tile, units: int) -> None:
+        self.tile, self.units = tile, units
         self.params: list[list[int]] = []
         self.chunks: list[tuple[int, int, int, int]] = []
         self.index: list[Tensor] = []
@@ -243,7 +244,7 @@ class Builder:
         source, stride = record[f"{side}_out"], record[f"{side}_stride"]
         taps = stride // items
         count = parts * taps
-        size = self.fold_items * (MORE if count <= FEW else 1)
+        size = self.tile.fold * (MORE if count <= FEW else 1)
         for first in range(0, items, size):
             span = (first, min(first + size, items))
             self.folds.append([source, count, taps, stride, *span, target, edges, record["weight"], record["slot"]])
