@@ -46,10 +46,7 @@ class GSpaceOptimizer(OfModel):
     """An optimizer that moves in G-space; a subclass says what happens to path values in `_move`."""
 
     _built: Built | None = None
-    _steady: Built | None = None  # what the last step was taken with: all state there is has been made
     _unused: tuple[str, ...]  # units that stay outside of G-space, with the reason
-    _way: Bound | str | None = None  # what takes the steps, or why torch's operations do
-    _wayfor: Any = None  # what that was found for
 
     def __init__(
         self,
@@ -212,7 +209,7 @@ class GSpaceOptimizer(OfModel):
             self._unused = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return portable(self, "_built", "_steady", "_way", "_wayfor", "_inner", "_kept")
+        return portable(self, "_built")
 
     # One step ---------------------------------------------------------------------------------------------------------
 
@@ -220,7 +217,7 @@ class GSpaceOptimizer(OfModel):
         """One step. `torch.compile` follows it once a skeleton is chosen; the first one is a call from its graph."""
         if not torch.compiler.is_compiling():
             return self._step(closure)
-        if self._built is None or self._steady is not self._built or self._sharded:
+        if self._built is None or not self._built.steady or self._sharded:
             return torch.compiler.disable(self._step)(closure)
         loss = loss_of(closure)
         self._by_torch(self._built)
@@ -237,7 +234,7 @@ class GSpaceOptimizer(OfModel):
         if isinstance(way, str) or not self._by_kernels(built, way):
             self._require_gradients(built)
             self._by_torch(built)
-        self._steady = built if built.chosen.final else None
+        built.steady = built.chosen.final
         return loss
 
     def _require_gradients(self, built: Built) -> None:
@@ -255,15 +252,18 @@ class GSpaceOptimizer(OfModel):
         built = self._current()
         self._find_way(built)
         whole = self._whole(built)
-        self._way = way if isinstance(way, str) else way(built, self._rules(), whole, tile)
+        built.way = way if isinstance(way, str) else way(built, self._rules(), whole, tile)
 
     def _find_way(self, built: Built) -> Bound | str:
         """The compiled step, kept until parameters move or settings change."""
-        way, settings = self._way, (built, self._rules(), self._wishes())
-        if way is None or settings != self._wayfor or (isinstance(way, Bound) and way.stale()):
-            way = self._way = self._choose_way(built)
-            self._wayfor = settings
-        return way
+        settings = self._rules(), self._wishes()
+        if built.way is None or settings != built.way_for or (isinstance(built.way, Bound) and built.way.stale()):
+            built.way, built.way_for = self._choose_way(built), settings
+        return built.way
+
+    @property
+    def _way(self) -> Bound | str | None:
+        return None if self._built is None else self._built.way
 
     def _choose_way(self, built: Built) -> Bound | str:
         return fast.choose(built, self._rules(), self._whole(built))
