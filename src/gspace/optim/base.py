@@ -32,7 +32,7 @@ from gspace.optim.eager import Allocation, Rules, wide
 from gspace.optim.fast import Bound
 from gspace.optim.fast.network import Outcome
 from gspace.optim.fast.tables import Tile
-from gspace.optim.held import OfModel, State, doubt_of_gradients, load_whole, portable
+from gspace.optim.held import OfModel, State, doubt_of_gradients
 from gspace.optim.hooks import capturing, loss_of
 from gspace.optim.reference import Reference
 from gspace.optim.skeleton import Skeleton, trained_names
@@ -182,10 +182,6 @@ class GSpaceOptimizer(OfModel):
 
     # State ------------------------------------------------------------------------------------------------------------
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does, all of it or nothing: what is damaged, or belongs to another network, is refused."""
-        load_whole(self, super().load_state_dict, state_dict, self._loaded)
-
     def _loaded(self, state_dict: State) -> None:
         """Looks at a state that was loaded before it is believed: kernels would write wherever it sends them."""
         self._built = None
@@ -207,9 +203,6 @@ class GSpaceOptimizer(OfModel):
             )
         if chosen is not None:
             self._unused = ()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return portable(self, "_built")
 
     # One step ---------------------------------------------------------------------------------------------------------
 
