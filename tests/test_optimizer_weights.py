@@ -33,11 +33,11 @@ def defined(model: nn.Module, chosen: Any, grads: dict[str, Tensor], state: dict
         path_grad = torch.zeros_like(weight)
         view = layer.edges.view(weight)
         layer.edges.view(path_grad).copy_(step.path_gradient(layer, view, grad, of, "released"))
-        path_grad[layer.entries] = root_grad[layer.root]
+        path_grad[layer.entries] = root_grad[layer.at.root]
         moves.append(path_grad + MOMENTUM * state[name] if name in state else path_grad)
     direction = torch.zeros_like(at[0])
     for layer, move in zip(plan.layers, moves, strict=True):
-        direction[layer.root] = move[layer.entries]
+        direction[layer.at.root] = move[layer.entries]
     direction[0] = 0
     ratio, _ = step.path_ratio(at[0] * at[1], direction, LR, math.inf, math.inf)
     every, ones = ratio[plan.root], torch.ones_like(ratio)

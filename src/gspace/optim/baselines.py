@@ -252,15 +252,15 @@ class FrozenSkeletonSGD(ModelSGD):
                 require_dense(self.model, group["params"], "weight_decay and fused=True are for all of its entries")
         if self._free is not None and seen(self.param_groups, self.state).same(self._free[0]):
             return [(local(weight), entries) for weight, entries in self._free[1]]
-        chosen, moving = self._chosen(), any(bool(group["lr"] != 0) for group in self.param_groups)
+        chosen, moving = self._chosen(), self._moving()
         if chosen is None or (moving and not chosen.final):
             require_alike(self.model)
             chosen = self._choose(final=moving)
         weights = dict(self.model.named_parameters())
         found: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         for layer in divided(layers_of(chosen.skeleton, weights), weights):
-            if bool(layer.free.any()):
-                found.append((weights[layer.edges.name], tuple(i[layer.free > 0] for i in layer.entries)))
+            if bool(layer.at.free.any()):
+                found.append((weights[layer.edges.name], tuple(i[layer.at.free > 0] for i in layer.entries)))
         if chosen.final:
             self._free = seen(self.param_groups, self.state), found
         return [(local(weight), entries) for weight, entries in found]

@@ -76,6 +76,9 @@ class OfModel(Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    def _moving(self) -> bool:
+        return any("lr" not in group or bool(group["lr"] != 0) for group in self.param_groups)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters. After the first step in G-space, they train in plain coordinates until `rechoose()`."""
         super().add_param_group(param_group)

@@ -94,7 +94,7 @@ def _flow(
     """
     values = plan.at_entries(weights)
     at_entries, norms = (values * plan.at_entries(grads)).to(dtype), torch.zeros_like(values, dtype=dtype)
-    columns, parts = [at_entries[:0]], norms.split([x.root.numel() for x in plan.layers])
+    columns, parts = [at_entries[:0]], norms.split([x.at.root.numel() for x in plan.layers])
     for layer, weight, grad, norm in zip(plan.layers, weights, grads, parts, strict=True):
         w, n = layer.view(weight), None
         if layer.edges.normalized:
@@ -190,5 +190,5 @@ def weights_after(view: Tensor, change: Tensor, ratio: Ends, out: Tensor | None 
 
 def entries_after(at: Entries, values: Tensor, ratio: Tensor, spread: Tensor) -> Tensor:
     """Skeleton entries after the step: free ones keep their value, in(r) takes R(r)/R(tail); both follow c."""
-    change = ratio[at.root] / torch.where(at.root > 0, ratio[at.entry_tail], 1)
-    return values * (change * spread[at.entry_head] / spread[at.entry_tail]).to(values.dtype)
+    change = ratio[at.root] / torch.where(at.root > 0, ratio[at.tail], 1)
+    return values * (change * spread[at.head] / spread[at.tail]).to(values.dtype)

@@ -147,12 +147,12 @@ class Builder:
             raise ValueError(f"{e.name} is not dense in memory")
         head, tail = e.head.cpu().reshape(-1), e.tail.cpu().reshape(-1)
         norm_rows, norm_columns, norms = self._norm_places(matrix, e.normalized)
-        offset = torch.zeros(len(layer.root), dtype=torch.long)  # of skeleton entries from the first element, in memory
+        root = layer.at.root.cpu()
+        offset = torch.zeros_like(root)  # of skeleton entries from the first element, in memory
         for index, stride in zip(layer.entries, weight.stride(), strict=True):
             offset += index.cpu() * stride
         row, in_column = offset // matrix.columns, offset % matrix.columns
         column = row // matrix.rows * matrix.columns + in_column
-        root = layer.root.cpu()
         is_root = root > 0
         on_row = ~is_root if matrix.swap else is_root
         # Ids of heads follow those of tails: the kernels keep both kinds of factors in one vector.
