@@ -74,7 +74,9 @@ class GSpaceOptimizer(OfModel):
         self.max_ratio, self.max_drift = bounds
         super().__init__(mine, defaults)
         self.analysis = analyzed(model, analysis, given(example_input), "pin")
-        self._view = exact.view(self.analysis) if batch_norm == "exact" else self.analysis
+        self._view, self._absorbed = self.analysis, dict[str, Tensor]()
+        if batch_norm == "exact":
+            self._view, (self._absorbed, _) = exact.view(self.analysis), exact.absorbed_rows(self.analysis)
         self._wanted, self._unused = reference, ()
         self._told: set[str] = set()
         warn_of_no_units(self._view, type(self).__name__, stacklevel=3)
@@ -135,9 +137,6 @@ class GSpaceOptimizer(OfModel):
         assert self._built is not None
         return self._built
 
-    def _moving(self) -> bool:
-        return any("lr" not in group or bool(group["lr"] != 0) for group in self.param_groups)
-
     def _look(self) -> Built:
         """What a step would work with, without choosing anything for good."""
         if self._built is not None and self._built.holds(self.param_groups, self.state):
@@ -145,11 +144,7 @@ class GSpaceOptimizer(OfModel):
         return self._build(self._read() or self._choose(final=False))
 
     def _build(self, chosen: Chosen) -> Built:
-        named: dict[str, Tensor] = dict(self.model.named_parameters())
-        absorbed: dict[str, Tensor] = {}
-        if self.batch_norm == "exact":
-            absorbed, _ = exact.absorbed_rows(self.analysis)
-        return build(chosen, named, absorbed, self.param_groups, self.state)
+        return build(chosen, dict(self.model.named_parameters()), self._absorbed, self.param_groups, self.state)
 
     @property
     def chosen(self) -> Chosen:

@@ -73,14 +73,10 @@ class InGSpace(GSpaceOptimizer):
 
     # The inner optimizer ----------------------------------------------------------------------------------------------
 
-    def _probe(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Raises what the inner optimizer has against these groups."""
-        self.optimizer_class([dict(group) for group in groups], **self.optimizer_kwargs)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        try:
-            self._probe(self.param_groups[-1:])
+        try:  # what the inner optimizer has against it
+            self.optimizer_class([dict(self.param_groups[-1])], **self.optimizer_kwargs)
         except Exception:
             self.param_groups.pop()
             raise
