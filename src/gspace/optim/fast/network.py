@@ -100,17 +100,17 @@ class Bound:
             builder.add_layer(layer, w, group)
         for p, group in outside:
             builder.add_plain(p, group)
-        found, self.sizes = builder.finish(built.plan, built.unit_group.cpu())
+        found = builder.finish(built.plan, built.unit_group.cpu())
         self.tables = Tables(*(t.contiguous().to(device) for t in found))
         self.root = built.plan.root.to(device, torch.int32)
-        self.normalized = self.sizes.norms > 1
+        self.normalized = builder.norms > 1
         self.taps = bool((found.params[:, RECORD.index("period")] > 1).any())
 
         def scratch(size: int, fill: float = 0.0) -> Tensor:
             return torch.full((max(size, 1),), fill, dtype=self.dtype, device=device)
 
-        self.partial, self.sums = scratch(self.sizes.partials), scratch(self.sizes.sums)
-        self.norms = scratch(self.sizes.norms, 1.0)
+        self.partial, self.sums = scratch(builder.partials), scratch(builder.sums)
+        self.norms = scratch(builder.norms, 1.0)
         self.factors, self.root_grad, self.coordinates = scratch(6 * H, 1.0), scratch(H), scratch(2 * H)
         self.ratio, self.raw = built.last
         # What every step compares with, or takes where there is nothing.

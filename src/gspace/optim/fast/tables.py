@@ -73,14 +73,6 @@ class Tables(NamedTuple):
     reference: Tensor
 
 
-class Sizes(NamedTuple):
-    """How many partial sums, sums and norms there are."""
-
-    partials: int
-    sums: int
-    norms: int
-
-
 class Matrix(NamedTuple):
     """A parameter as it lies in memory, `groups` matrices of `rows` × `columns`.
 
@@ -116,7 +108,7 @@ def as_matrix(view: Tensor) -> Matrix | None:
 
 
 class Builder:
-    """Fills the tables, parameter by parameter."""
+    """Fills the tables, parameter by parameter, and counts the `partials`, `sums` and `norms` there are to be."""
 
     def __init__(self, tile: Tile, units: int) -> None:
         self.tile, self.units = tile, units
@@ -255,7 +247,7 @@ class Builder:
         self.index += vectors
         return start
 
-    def finish(self, plan: Plan, unit_group: Tensor) -> tuple[Tables, Sizes]:
+    def finish(self, plan: Plan, unit_group: Tensor) -> Tables:
         root = plan.root.cpu()
         nothing = torch.empty(0, dtype=torch.long)
         order, start, length = _by_root(root[torch.cat([nothing, *self.tails])], len(root))
@@ -267,7 +259,7 @@ class Builder:
         found = torch.stack([unit, k, offset, norm], 1)[unit > 0]
         u, *where = found[found[:, 0].argsort()].unbind(1)
         roots = torch.stack([u, start[u], length[u], *where, unit_group[u], len(order) + first[u], count[u]], 1)
-        tables = Tables(
+        return Tables(
             params=torch.tensor(self.params),
             chunks=torch.tensor(self.chunks, dtype=torch.int32).reshape(-1, 4),
             # The first program of the fold also decides whether the step is taken: there is always one.
@@ -279,7 +271,6 @@ class Builder:
             skeleton=torch.stack([addresses[plan.place.cpu()], plan.following.cpu()], 1),
             reference=plan.reference.cpu(),
         )
-        return tables, Sizes(self.partials, self.sums, self.norms)
 
 
 def _by_root(root: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
