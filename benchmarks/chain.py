@@ -41,7 +41,7 @@ from gspace.lab.seeds import derive
 from gspace.lab.transform import Feed, epoch_rows, feed
 from gspace.optim.coordinates import Coordinates, coordinates, off_skeleton
 from gspace.optim.reference import products
-from gspace.optim.step import row_norms
+from gspace.optim.step import row_norms, scaled
 
 ITERATIONS = 200
 LOOKS = (0, 1, 2, 5, 10, 14, 20, 50, 100, 150, 199)
@@ -119,9 +119,9 @@ def multiplier(optimizer: GSGD, at: Coordinates, k: int, weight: Tensor) -> Tens
     """n/(Ĩ(tail)·Õ(head))² of layer k, as the view of its weight: Weight-Allocation takes w − lr·multiplier·∂ℓ/∂w."""
     layer = at.layers[k]
     view = layer.edges.view(weight)
-    factor = layer.columns(optimizer.incoming, view) * layer.rows(optimizer.outgoing, view)
+    factor = scaled(torch.ones_like(view), at.plan.ends(optimizer.incoming, optimizer.outgoing)[k])
     norms = row_norms(view, optimizer.batch_norm) if layer.edges.normalized else torch.ones_like(view)
-    return (norms / factor.square()).expand(view.shape)
+    return norms / factor.square()
 
 
 def digits(x: Tensor | float) -> float:

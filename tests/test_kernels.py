@@ -25,7 +25,7 @@ from invariance import draw_inputs
 from turns import turns
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = Tile(rows=4, width=16, loops=2, warps=4)
+SMALL = Tile(rows=4, width=16, loops=2, fold=8)
 
 
 def refusal(way: type[fast.Bound], optimizer: gspace.GSGD, tile: Tile | None = None) -> str | None:
@@ -39,7 +39,7 @@ def triton_way(optimizer: gspace.GSGD, tile: Tile = SMALL) -> None:
 
     reason = refusal(launch.FusedStep, optimizer, tile)
     assert reason is None, reason
-    optimizer.use(launch.FusedStep, tile, 8)
+    optimizer.use(launch.FusedStep, tile)
 
 
 def native_way(optimizer: gspace.GSGD, tile: Tile | None = None) -> None:
@@ -621,10 +621,7 @@ def test_foreach_and_fused_choose() -> None:
 
 
 def test_without_a_compiler_it_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(real: str) -> None:
-        raise native.NativeError("no C compiler was found (CC, cc, gcc, clang)")
-
-    monkeypatch.setattr(native, "library", absent)
+    monkeypatch.setattr(native, "library", lambda real: "no C compiler was found (CC, cc, gcc, clang)")
     assert "no C compiler" in chosen(wide_rows())
     with pytest.raises(RuntimeError, match="no C compiler"):
         chosen(wide_rows(), fused=True)
@@ -674,7 +671,7 @@ def test_launches_do_not_depend_on_depth(
     for depth in (2, 12):
         model = zoo.mlp(3, *[4] * depth, 2).to(DEVICE)
         optimizer = gspace.GSGD(model, 0.1, **options)
-        optimizer.use(launch.FusedStep, SMALL, 8)
+        optimizer.use(launch.FusedStep, SMALL)
         put(model, gradients(model, 0))
         launches.clear()
         optimizer.step()

@@ -16,7 +16,7 @@ import zoo
 from gspace.optim.fast import native
 
 needs_compiler = pytest.mark.skipif(
-    isinstance(native._attempt("float"), str), reason="there is no C compiler that builds the step"
+    isinstance(native.library("float"), str), reason="there is no C compiler that builds the step"
 )
 
 
@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A cache of its own, and no memory of what was built before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "_attempt", native._attempt.__wrapped__)
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
 
 
 def libraries(tmp_path: Path) -> list[Path]:
@@ -116,7 +116,7 @@ def test_a_failure_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     import functools
 
     monkeypatch.setenv("CC", compiler(tmp_path, "exit 0"))
-    monkeypatch.setattr(native, "_attempt", functools.cache(native._attempt))
+    monkeypatch.setattr(native, "library", functools.cache(native.library))
     with pytest.warns(RuntimeWarning, match="it made nothing"):
         step()
     with warnings.catch_warnings():

@@ -738,7 +738,7 @@ def test_sup_penalty_returns_skeleton_paths_to_one_and_released_does_not() -> No
         at = penalty.coordinates(model)
         layer = next(layer for layer in at.layers if layer.edges.name == "0.weight")
         with torch.no_grad():
-            model[0].weight[tuple(i[layer.root > 0] for i in layer.entries)] *= 5
+            model[0].weight[tuple(i[layer.at.root > 0] for i in layer.entries)] *= 5
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
         for _ in range(300):
             optimizer.zero_grad()

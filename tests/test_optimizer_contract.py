@@ -21,7 +21,6 @@ from contract import (
     train,
     values,
 )
-from gspace.optim.plan import Ends, layers_of
 from gspace.optim.step import scaled
 
 
@@ -119,13 +118,14 @@ def test_a_group_without_learning_rate_keeps_its_path_values(kind: Kind) -> None
     first, second = halves(model)
     optimizer = kind.make(model, [{"params": first}, {"params": second, "lr": 0.0}])
     optimizer.rechoose()
-    layer = next(n for n in layers_of(optimizer.skeleton, values(model)) if n.edges.name == "head.weight")
+    plan = optimizer._look().plan
+    k = next(k for k, layer in enumerate(plan.layers) if layer.edges.name == "head.weight")
+    layer = plan.layers[k]
 
     def values_of_paths() -> Tensor:
         w = model.head.weight.detach().clone()
         w[layer.entries] = 0
-        view = layer.edges.view(w)
-        return scaled(view, Ends(layer.columns(optimizer.incoming, view), layer.rows(optimizer.outgoing, view)))
+        return scaled(layer.edges.view(w), plan.ends(optimizer.incoming, optimizer.outgoing)[k])
 
     before, weights = values_of_paths(), values(model)
     train(model, optimizer, batches(6, dtype=torch.float64))

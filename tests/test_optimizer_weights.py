@@ -20,10 +20,6 @@ LR, MOMENTUM = 0.05, 0.9
 FREE: dict[str, Any] = {"max_ratio": math.inf, "max_drift": math.inf}
 
 
-def ends(layer: plans.Layer, columns: Tensor, rows: Tensor, view: Tensor) -> plans.Ends:
-    return plans.Ends(layer.columns(columns, view), layer.rows(rows, view))
-
-
 def defined(model: nn.Module, chosen: Any, grads: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, Tensor]:
     """One step of SGD with momentum on path values, by the functions of `step.py` alone; `state` is momentum."""
     weights = values(model)
@@ -32,25 +28,24 @@ def defined(model: nn.Module, chosen: Any, grads: dict[str, Tensor], state: dict
     w, g = [weights[name] for name in named], [grads[name] for name in named]
     at, sums = step.observe(plan, w, g, torch.float64, "released")
     root_grad = step.root_gradient(plan, sums, at)
-    moves = []
-    for layer, weight, grad, name in zip(plan.layers, w, g, named, strict=True):
+    moves, ends = [], plan.ends(*at)
+    for layer, weight, grad, name, of in zip(plan.layers, w, g, named, ends, strict=True):
         path_grad = torch.zeros_like(weight)
         view = layer.edges.view(weight)
-        layer.edges.view(path_grad).copy_(step.path_gradient(layer, view, grad, ends(layer, *at, view), "released"))
-        path_grad[layer.entries] = root_grad[layer.root]
+        layer.edges.view(path_grad).copy_(step.path_gradient(layer, view, grad, of, "released"))
+        path_grad[layer.entries] = root_grad[layer.at.root]
         moves.append(path_grad + MOMENTUM * state[name] if name in state else path_grad)
     direction = torch.zeros_like(at[0])
     for layer, move in zip(plan.layers, moves, strict=True):
-        direction[layer.root] = move[layer.entries]
+        direction[layer.at.root] = move[layer.entries]
     direction[0] = 0
     ratio, _ = step.path_ratio(at[0] * at[1], direction, LR, math.inf, math.inf)
     every, ones = ratio[plan.root], torch.ones_like(ratio)
-    for layer, weight, move in zip(plan.layers, w, moves, strict=True):
-        entries = step.entries_after(layer, weight[layer.entries], every, ones)
+    entries = step.entries_after(plan.entries, plan.at_entries(w), every, ones)
+    for layer, weight, move, of, ratio_of in zip(plan.layers, w, moves, ends, plan.ends(every, ones), strict=True):
         view, change = layer.edges.view(weight), -LR * layer.edges.view(move)
-        change = step.unscaled(change, ends(layer, *at, view))
-        view.copy_(step.weights_after(view, change, ends(layer, every, ones, view)))
-        weight[layer.entries] = entries
+        view.copy_(step.weights_after(view, step.unscaled(change, of), ratio_of))
+    plan.put(w, entries)
     for name in weights.keys() - set(named):
         weights[name] -= LR * (grads[name] + MOMENTUM * state[name] if name in state else grads[name])
     return weights

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import gspace
 from gspace.optim.coordinates import coordinates, off_skeleton
+from gspace.optim.step import unscaled
 
 pytest.importorskip("matplotlib")
 
@@ -295,10 +296,11 @@ def test_the_multiplier_of_a_chain_is_that_of_the_step(monkeypatch: pytest.Monke
     trained.optimizer.step()
     after, ratio = trained.weights(), trained.optimizer.incoming / into
     assert float(ratio.max() - ratio.min()) > 1e-3
+    ends = trained.at.plan.ends(ratio, None)
     for k, layer in layers:
         w, g, new = (layer.edges.view(values[layer.edges.name]) for values in (before, grads, after))
         off = off_skeleton(layer, before[layer.edges.name]) > 0
-        expected = (w - 0.3 * factors[k] * g) / layer.columns(ratio, w)
+        expected = unscaled(w - 0.3 * factors[k] * g, ends[k])
         torch.testing.assert_close(new[off], expected[off], rtol=1e-12, atol=1e-14)
 
 

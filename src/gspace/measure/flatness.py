@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gspace.optim.arguments import require_one_of
 from gspace.optim.coordinates import Coordinates, basis_values, coordinates, displaced, unflatten
 
 
@@ -69,8 +70,7 @@ def psi_flatness(
     >>> found.adversarial > 0
     True
     """
-    if bound not in ("absolute", "relative"):
-        raise ValueError(f"bound must be 'absolute' or 'relative', got {bound!r}")
+    require_one_of("bound", bound, ("absolute", "relative"))
     at = at if at is not None else coordinates(model, **{"reference": "balanced", "view": "exact", **options})
     weights = {name: p.detach() for name, p in model.named_parameters()}
     values = basis_values(at, weights)

@@ -32,7 +32,7 @@ from gspace.optim.eager import Allocation, Rules, wide
 from gspace.optim.fast import Bound
 from gspace.optim.fast.network import Outcome
 from gspace.optim.fast.tables import Tile
-from gspace.optim.held import OfModel, State, doubt_of_gradients, load_whole, portable
+from gspace.optim.held import OfModel, State, doubt_of_gradients
 from gspace.optim.hooks import capturing, loss_of
 from gspace.optim.reference import Reference
 from gspace.optim.skeleton import Skeleton, trained_names
@@ -46,10 +46,7 @@ class GSpaceOptimizer(OfModel):
     """An optimizer that moves in G-space; a subclass says what happens to path values in `_move`."""
 
     _built: Built | None = None
-    _steady: Built | None = None  # what the last step was taken with: all state there is has been made
     _unused: tuple[str, ...]  # units that stay outside of G-space, with the reason
-    _way: Bound | str | None = None  # what takes the steps, or why torch's operations do
-    _wayfor: Any = None  # what that was found for
 
     def __init__(
         self,
@@ -77,7 +74,9 @@ class GSpaceOptimizer(OfModel):
         self.max_ratio, self.max_drift = bounds
         super().__init__(mine, defaults)
         self.analysis = analyzed(model, analysis, given(example_input), "pin")
-        self._view = exact.view(self.analysis) if batch_norm == "exact" else self.analysis
+        self._view, self._absorbed = self.analysis, dict[str, Tensor]()
+        if batch_norm == "exact":
+            self._view, (self._absorbed, _) = exact.view(self.analysis), exact.absorbed_rows(self.analysis)
         self._wanted, self._unused = reference, ()
         self._told: set[str] = set()
         warn_of_no_units(self._view, type(self).__name__, stacklevel=3)
@@ -138,9 +137,6 @@ class GSpaceOptimizer(OfModel):
         assert self._built is not None
         return self._built
 
-    def _moving(self) -> bool:
-        return any("lr" not in group or bool(group["lr"] != 0) for group in self.param_groups)
-
     def _look(self) -> Built:
         """What a step would work with, without choosing anything for good."""
         if self._built is not None and self._built.holds(self.param_groups, self.state):
@@ -148,11 +144,7 @@ class GSpaceOptimizer(OfModel):
         return self._build(self._read() or self._choose(final=False))
 
     def _build(self, chosen: Chosen) -> Built:
-        named: dict[str, Tensor] = dict(self.model.named_parameters())
-        absorbed: dict[str, Tensor] = {}
-        if self.batch_norm == "exact":
-            absorbed, _ = exact.absorbed_rows(self.analysis)
-        return build(chosen, named, absorbed, self.param_groups, self.state)
+        return build(chosen, dict(self.model.named_parameters()), self._absorbed, self.param_groups, self.state)
 
     @property
     def chosen(self) -> Chosen:
@@ -185,10 +177,6 @@ class GSpaceOptimizer(OfModel):
 
     # State ------------------------------------------------------------------------------------------------------------
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does, all of it or nothing: what is damaged, or belongs to another network, is refused."""
-        load_whole(self, super().load_state_dict, state_dict, self._loaded)
-
     def _loaded(self, state_dict: State) -> None:
         """Looks at a state that was loaded before it is believed: kernels would write wherever it sends them."""
         self._built = None
@@ -211,16 +199,13 @@ class GSpaceOptimizer(OfModel):
         if chosen is not None:
             self._unused = ()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return portable(self, "_built", "_steady", "_way", "_wayfor", "_inner", "_kept")
-
     # One step ---------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. `torch.compile` follows it once a skeleton is chosen; the first one is a call from its graph."""
         if not torch.compiler.is_compiling():
             return self._step(closure)
-        if self._built is None or self._steady is not self._built or self._sharded:
+        if self._built is None or not self._built.steady or self._sharded:
             return torch.compiler.disable(self._step)(closure)
         loss = loss_of(closure)
         self._by_torch(self._built)
@@ -237,7 +222,7 @@ class GSpaceOptimizer(OfModel):
         if isinstance(way, str) or not self._by_kernels(built, way):
             self._require_gradients(built)
             self._by_torch(built)
-        self._steady = built if built.chosen.final else None
+        built.steady = built.chosen.final
         return loss
 
     def _require_gradients(self, built: Built) -> None:
@@ -247,7 +232,7 @@ class GSpaceOptimizer(OfModel):
         else:
             shards.require_gradients(self.model, self._parameters())
 
-    def use(self, way: type[Bound] | str, tile: Tile | None = None, fold_items: int | None = None) -> None:
+    def use(self, way: type[Bound] | str, tile: Tile | None = None) -> None:
         """Takes steps by this implementation as long as nothing moves; for tests and measurements.
 
         With such tiles, or in torch's operations, where `way` says why.
@@ -255,15 +240,18 @@ class GSpaceOptimizer(OfModel):
         built = self._current()
         self._find_way(built)
         whole = self._whole(built)
-        self._way = way if isinstance(way, str) else way(built, self._rules(), whole, tile, fold_items)
+        built.way = way if isinstance(way, str) else way(built, self._rules(), whole, tile)
 
     def _find_way(self, built: Built) -> Bound | str:
         """The compiled step, kept until parameters move or settings change."""
-        way, settings = self._way, (built, self._rules(), self._wishes())
-        if way is None or settings != self._wayfor or (isinstance(way, Bound) and way.stale()):
-            way = self._way = self._choose_way(built)
-            self._wayfor = settings
-        return way
+        settings = self._rules(), self._wishes()
+        if built.way is None or settings != built.way_for or (isinstance(built.way, Bound) and built.way.stale()):
+            built.way, built.way_for = self._choose_way(built), settings
+        return built.way
+
+    @property
+    def _way(self) -> Bound | str | None:
+        return None if self._built is None else self._built.way
 
     def _choose_way(self, built: Built) -> Bound | str:
         return fast.choose(built, self._rules(), self._whole(built))

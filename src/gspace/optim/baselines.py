@@ -19,7 +19,7 @@ from gspace.optim import choice
 from gspace.optim.arguments import given, require_dense, require_finite, require_numbers
 from gspace.optim.built import Seen, seen
 from gspace.optim.gsgd import alike, plain_sgd
-from gspace.optim.held import OfModel, State, load_whole, portable
+from gspace.optim.held import OfModel, State
 from gspace.optim.hooks import capturing, loss_of
 from gspace.optim.plan import layers_of
 from gspace.optim.shards import divided, require_alike, require_gradients
@@ -35,9 +35,6 @@ class ModelSGD(OfModel, torch.optim.SGD):
     def __init__(self, model: nn.Module, lr: Number, params: Iterable[Any] | None, **options: Any) -> None:
         super().__init__(self._hold(model, params), lr, **options)
         require_numbers(self.defaults)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return portable(self, "_free")
 
     def _look(self) -> None:
         """Nothing stands against a step."""
@@ -78,6 +75,8 @@ class PathSGD(ModelSGD):
     >>> optimizer.step()
     """
 
+    _exact = ("kappa",)
+
     def __init__(
         self,
         model: nn.Module,
@@ -108,9 +107,9 @@ class PathSGD(ModelSGD):
         self._edges = [p for name, p in model.named_parameters() if name in edges]
         self._kappa = self._known(None)  # what cannot be summed is refused here, not at the first step
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does, but κ keeps the precision it was saved in."""
-        load_whole(self, super().load_state_dict, state_dict, _require_steps, exact=("kappa",))
+    def _loaded(self, state_dict: State) -> None:
+        if any("steps" not in group for group in state_dict["param_groups"]):
+            raise ValueError("this is the state of another optimizer, not of PathSGD")
 
     def _known(self, kappa: PathKappa | None) -> PathKappa:
         """κ of the edges of the network that are trained now."""
@@ -186,11 +185,6 @@ def _divisors(kappa: PathKappa) -> list[list[Tensor]]:
     return [[f.masked_fill(f == 0, float("inf")) for f in factors] for factors in kappa()[0]]
 
 
-def _require_steps(state: State) -> None:
-    if any("steps" not in group for group in state["param_groups"]):
-        raise ValueError("this is the state of another optimizer, not of PathSGD")
-
-
 class FrozenSkeletonSGD(ModelSGD):
     """`torch.optim.SGD` that never changes the free skeleton weights: G-SGD's control without its geometry.
 
@@ -245,9 +239,6 @@ class FrozenSkeletonSGD(ModelSGD):
         chosen = self._chosen() or choice.choose(self.model, self.analysis, None, self._parameters())
         return chosen.skeleton
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        load_whole(self, super().load_state_dict, state_dict, self._loaded)
-
     def _loaded(self, state_dict: State) -> None:
         if self._chosen() is None and any(self.state.values()):
             raise ValueError("this is the state of another optimizer, not of FrozenSkeletonSGD: it has no skeleton")
@@ -261,15 +252,15 @@ class FrozenSkeletonSGD(ModelSGD):
                 require_dense(self.model, group["params"], "weight_decay and fused=True are for all of its entries")
         if self._free is not None and seen(self.param_groups, self.state).same(self._free[0]):
             return [(local(weight), entries) for weight, entries in self._free[1]]
-        chosen, moving = self._chosen(), any(bool(group["lr"] != 0) for group in self.param_groups)
+        chosen, moving = self._chosen(), self._moving()
         if chosen is None or (moving and not chosen.final):
             require_alike(self.model)
             chosen = self._choose(final=moving)
         weights = dict(self.model.named_parameters())
         found: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         for layer in divided(layers_of(chosen.skeleton, weights), weights):
-            if bool(layer.free.any()):
-                found.append((weights[layer.edges.name], tuple(i[layer.free > 0] for i in layer.entries)))
+            if bool(layer.at.free.any()):
+                found.append((weights[layer.edges.name], tuple(i[layer.at.free > 0] for i in layer.entries)))
         if chosen.final:
             self._free = seen(self.param_groups, self.state), found
         return [(local(weight), entries) for weight, entries in found]

@@ -20,7 +20,7 @@ _NOTHING: dict[str, Any] = {}
 
 @dataclass(eq=False)
 class Built:
-    """What a step works with, and what it was built from.
+    """What a step works with, what it was built from, and what a step leaves for the next one.
 
     Attributes:
         chosen: The skeleton and its references.
@@ -32,6 +32,9 @@ class Built:
         last: R of the roots in the last step, bounded and not.
         dtype: Of unit vectors.
         seen: What it was built from.
+        way, way_for: What takes the steps, or why torch's operations do; the settings that was found for.
+        moved: What the optimizer moves in place of weights.
+        steady: A step was taken with it: all state there is has been made.
     """
 
     chosen: Chosen
@@ -44,6 +47,10 @@ class Built:
     last: tuple[Tensor, Tensor]
     dtype: torch.dtype
     seen: "Seen"
+    way: Any = None
+    way_for: Any = None
+    moved: Any = None
+    steady: bool = False
 
     def holds(self, groups: Groups, state: Any) -> bool:
         """Whether it was built from just this."""

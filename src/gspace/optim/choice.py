@@ -20,12 +20,15 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, Edges
 from gspace.devices import on_cpu
-from gspace.optim.reference import Reference, choose_skeleton, entry_references
-from gspace.optim.skeleton import Picked, Skeleton, skeleton_of, trained_names, trained_units
+from gspace.group.balance import balanced_log_scales
+from gspace.optim.reference import Reference, entry_references, products, reference_of
+from gspace.optim.skeleton import Picked, Skeleton, build_skeleton, skeleton_of, trained_names, trained_units
+from gspace.optim.walks import laid_out
 from gspace.sharding import weights_of
 
 KEY = "skeleton"  # in the state of a parameter
 FINAL, PROVISIONAL = 2, 1
+FAR = 2.0  # a path value that is so many times another one is no small change of it
 
 
 class Chosen(NamedTuple):
@@ -45,10 +48,21 @@ def touching(analysis: Analysis) -> list[Edges]:
 def choose(
     model: nn.Module, analysis: Analysis, wanted: Reference | None, parameters: Iterable[Tensor], *, final: bool = True
 ) -> Chosen:
-    """The skeleton that an optimizer of `parameters` takes in the weights of now."""
-    weights = weights_of(model)
-    reference, skeleton, balanced = choose_skeleton(model, analysis, wanted, parameters)
-    return Chosen(skeleton, entry_references(skeleton, analysis, weights, reference, balanced), final)
+    """The skeleton that an optimizer of `parameters` takes in the weights of now.
+
+    If no reference is wanted: as `reference_of`, but "one" only if path values are near it. Steps are divided by their
+    squares.
+    """
+    weights, trained = weights_of(model), trained_names(model, parameters)
+    if (wanted or reference_of(model, analysis)) == "one":
+        skeleton = build_skeleton(model, analysis, trained=trained)
+        into, out = products(skeleton, weights)
+        near = ((into * out).abs() <= FAR) & ((into * out).abs() >= 1 / FAR)
+        if wanted is not None or bool(near.all()):
+            return Chosen(skeleton, entry_references(skeleton, analysis, weights, "one"), final)
+    x = balanced_log_scales(analysis.transparent, weights, analysis.H_paper + 1)
+    skeleton = build_skeleton(model, analysis, choice="pivoted", trained=trained, balanced=x)
+    return Chosen(skeleton, entry_references(skeleton, analysis, weights, "balanced", x), final)
 
 
 @on_cpu
@@ -169,17 +183,10 @@ def walked(following: Tensor) -> Tensor:
 
 
 def units_at(e: Edges, shape: torch.Size, index: Tensor) -> tuple[Tensor, Tensor]:
-    """The units that entries of a parameter write and read; the same as looking them up in `e.view`."""
-    first, second = e.head.shape
-    if len(shape) == 1 or e.head.numel() == shape.numel():
-        return e.head.reshape(-1)[index], e.tail[index // second, 0]
-    if e.stacked(shape):
-        group, row, column = torch.unravel_index(index, shape)[:3]
-    else:
-        row, column = torch.unravel_index(index, shape)[:2]
-        inner = shape[0] // first  # outputs of a group, or inputs where they come first
-        group, row = row // inner, row % inner
-    return (e.head[group, column], e.tail[group, row]) if e.swap else (e.head[group, row], e.tail[group, column])
+    """The units that entries of a parameter write and read."""
+    view = laid_out(e, shape)
+    group, out, into = (index // step % n for step, n in zip(view.stride()[:3], view.shape[:3], strict=True))
+    return e.head[group, out], e.tail[group, into]
 
 
 def require(sound: bool, what: str) -> None:

@@ -13,6 +13,7 @@ Shapes: the values of a parameter are `(group, out, in, *taps)`, as `Edges.view`
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -139,10 +140,9 @@ def _measured(at: Coordinates, weights: Mapping[str, Tensor]) -> tuple[Tensor, T
     return into, out, (into * out)[at.roots]
 
 
-def _factor(layer: Layer, view: Tensor, into: Tensor, out: Tensor) -> Tensor:
+def _factor(ends: Ends, view: Tensor) -> Tensor:
     """Ĩ(tail)·Õ(head), to broadcast against the view; neither of the two can overflow alone."""
-    wide = into.new_empty([0] * view.dim())
-    return (layer.columns(into.to(view.device), wide) * layer.rows(out.to(view.device), wide)).to(view.dtype)
+    return reduce(torch.mul, (x for x in ends if x is not None)).to(view)
 
 
 def off_skeleton(layer: Layer, weight: Tensor) -> Tensor:
@@ -157,10 +157,10 @@ def basis_values(at: Coordinates, weights: Mapping[str, Tensor]) -> PathValues:
     refuse_sharded(weights, "a path value")
     into, out, roots = _measured(at, weights)
     edges: dict[str, Tensor] = {}
-    for layer in at.layers:
+    for layer, ends in zip(at.layers, at.plan.ends(into, out), strict=True):
         weight = weights[layer.edges.name]
         view = layer.edges.view(weight)
-        edges[layer.edges.name] = view * _factor(layer, view, into, out) * off_skeleton(layer, weight.detach())
+        edges[layer.edges.name] = view * _factor(ends, view) * off_skeleton(layer, weight.detach())
         if layer.edges.name in at.on_path:
             edges[layer.edges.name] = edges[layer.edges.name] * layer.edges.view(at.on_path[layer.edges.name])
     edges |= {name: weights[name] * at.on_path.get(name, 1) for name in at.others}
@@ -175,17 +175,17 @@ def displaced(at: Coordinates, weights: Mapping[str, Tensor], change: PathValues
     into, out, value = _measured(at, weights)
     ratio = torch.ones_like(into).index_put((at.roots,), 1 + change.roots.to(value) / value)
     every = ratio[at.plan.root]
-    spread = torch.ones_like(every)
     result = {name: weights[name] + change.edges[name] for name in at.others}
-    for layer in at.layers:
-        weight = weights[layer.edges.name]
-        view = layer.edges.view(weight)
-        here, ones = every.to(weight.device), spread.to(weight.device)
-        change_w = change.edges[layer.edges.name] / _factor(layer, view, into, out)
-        full = torch.zeros_like(weight)
-        layer.edges.view(full).copy_(weights_after(view, change_w, Ends(layer.columns(here, view), None)))
-        entries = entries_after(layer, weight[layer.entries], here, ones)
-        result[layer.edges.name] = full.index_put(layer.entries, entries)
+    before = [weights[layer.edges.name] for layer in at.layers]
+    after = [torch.zeros_like(weight) for weight in before]
+    ends, ratios = at.plan.ends(into, out), at.plan.ends(every, None)
+    for layer, weight, new, of, ratio_of in zip(at.layers, before, after, ends, ratios, strict=True):
+        view, columns = layer.edges.view(weight), ratio_of.columns
+        change_w = change.edges[layer.edges.name] / _factor(of, view)
+        in_front = Ends(None if columns is None else columns.to(view), None)
+        layer.edges.view(new).copy_(weights_after(view, change_w, in_front))
+        result[layer.edges.name] = new
+    at.plan.put(after, entries_after(at.plan.entries, at.plan.at_entries(before), every, torch.ones_like(every)))
     return result
 
 

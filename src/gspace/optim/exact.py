@@ -45,7 +45,7 @@ from gspace.optim.skeleton import (
     trained_names,
     trained_units,
 )
-from gspace.optim.walks import best_places, connected, first_edges, flat_index, largest, nearer, rows_of, sizes_of
+from gspace.optim.walks import best_places, connected, first_edges, flat_index, largest, nearer, rows_of, steps_of
 from gspace.sharding import weights_of
 
 ONLY_ZEROS = "have only zeros in the gains that write them, or without a gain in their first row of weights"
@@ -163,7 +163,7 @@ def largest_writers(
         g, a = at // here.shape[1], at % here.shape[1]
         u, b = here[g, a], end[g, a]
         edge[u], level[u], other[u] = k, norms[g, a], e.tail[g, b]
-        index[u] = flat_index(torch.tensor(sizes_of(e, weight.shape)), g, a, b, tap[g, a])
+        index[u] = flat_index(torch.tensor(steps_of(e, weight.shape)), g, a, b, tap[g, a])
     return edge, index, other
 
 

@@ -64,8 +64,6 @@ class GSGD(GSpaceOptimizer):
     >>> optimizer.step()
     """
 
-    _kept: tuple[Built, list[Tensor], list[Tensor]] | None = None  # for the next step
-
     def __init__(
         self,
         model: nn.Module,
@@ -166,16 +164,16 @@ class GSGD(GSpaceOptimizer):
             outcome = way.step(self.param_groups, self.state)
             if outcome is not None or self._whole(built) is not None:
                 return self._taken(built, outcome)
-            way = self._way = type(way)(built, self._rules(), None)  # a sparse gradient has come outside of units
+            way = built.way = type(way)(built, self._rules(), None)  # a sparse gradient has come outside of units
         return super()._by_kernels(built, way)
 
     def _canvas(self, built: Built) -> tuple[list[Tensor], list[Tensor]]:
         new = torch.compiler.is_compiling() or built.plan.root.device.type != "cpu"
         if new or torch.is_inference_mode_enabled():
             return _like(built.weights), _like(built.weights)
-        if self._kept is None or self._kept[0] is not built:  # new memory costs a CPU more than a step
-            self._kept = built, _like(built.weights), _like(built.weights)
-        return self._kept[1:]
+        if built.moved is None:  # new memory costs a CPU more than a step
+            built.moved = _like(built.weights), _like(built.weights)
+        return built.moved
 
     def _move(self, built: Built, shown: Sequence[Tensor] | None, path_grads: Sequence[Tensor] | None) -> None:
         for group, some in zip(self.param_groups, built.outside, strict=True):

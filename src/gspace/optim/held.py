@@ -1,6 +1,6 @@
 """What all our optimizers ask before a step, and what they do when they are copied or loaded."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -64,6 +64,7 @@ class OfModel(Optimizer):
     """An optimizer that is made of a model, and clears gradients and calls its step as `hooks.py` says."""
 
     profile_hook_step = staticmethod(hooked)  # torch wraps `step` in it when the first optimizer of a class is made
+    _exact: tuple[str, ...] = ()  # what of the state of a parameter stays in the precision it was saved in
 
     def _hold(self, model: nn.Module, params: Iterable[Any] | None) -> Iterable[Any]:
         """Takes the model; returns the parameters to be trained, or their groups."""
@@ -74,6 +75,9 @@ class OfModel(Optimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
+
+    def _moving(self) -> bool:
+        return any("lr" not in group or bool(group["lr"] != 0) for group in self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters. After the first step in G-space, they train in plain coordinates until `rechoose()`."""
@@ -88,6 +92,48 @@ class OfModel(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
+
+    def __getstate__(self) -> State:
+        """What a copy takes along: all but hooks, the `step` that a scheduler wraps, and what follows from the rest."""
+        alone = {"step", "_zero_grad_profile_name", "_built", "_free"}
+        return {k: v for k, v in vars(self).items() if k not in alone and not k.startswith("_optimizer_")}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """As torch does, all of it or nothing: what is damaged, or belongs to another network, is refused.
+
+        torch casts what is kept for a parameter to its dtype. For parameters of 16 bits what was wider stays so.
+        """
+        found: list[State] = []
+        before = vars(self).copy()
+        hook = self.register_load_state_dict_pre_hook(lambda _, given: found.append(given))  # others have unwrapped it
+        try:
+            if not isinstance(state_dict, Mapping):
+                raise ValueError(f"this state is damaged: it is an object of {type(state_dict).__name__}")
+            super().load_state_dict(dict(state_dict))
+            hook.remove()
+            if {"gspace", "frozen"} & found[0].keys():
+                raise ValueError(
+                    "gspace 0.1.0 saved this state, and later versions cannot go on from it: load the weights"
+                )
+            for group in self.param_groups:
+                for key, value in self.defaults.items():
+                    group.setdefault(key, value)
+            ids = (i for group in found[0]["param_groups"] for i in group["params"])
+            for p, i in zip(self._parameters(), ids, strict=True):
+                _keep_width(p, found[0]["state"].get(i, {}), self.state, self._exact)
+            _require_shapes(self)
+            self._loaded(found[0])
+        except Exception as error:
+            hook.remove()
+            vars(self).clear()
+            vars(self).update(before)
+            if isinstance(error, AttributeError | IndexError | KeyError | RuntimeError | TypeError):
+                raise ValueError(f"this state is damaged ({type(error).__name__}: {error})") from error
+            raise
+
+    def _loaded(self, state_dict: State) -> None:
+        """Looks at a state that was loaded before it is believed."""
+        raise NotImplementedError
 
 
 def doubt_of_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> str:
@@ -107,12 +153,6 @@ def doubt_of_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> str:
     return f"the gradient of {name} is not finite; no weight and no state was changed" if name else ""
 
 
-def portable(optimizer: Optimizer, *alone: str) -> State:
-    """What a copy takes along: all but hooks, the `step` that a scheduler wraps, and what else is its `alone`."""
-    skipped = ("step", "_zero_grad_profile_name", *alone)
-    return {k: v for k, v in vars(optimizer).items() if k not in skipped and not k.startswith("_optimizer_")}
-
-
 def _require_shapes(optimizer: Optimizer) -> None:
     """torch's fused steps read and write as many numbers as a parameter has, whatever the state has."""
     for group in optimizer.param_groups:
@@ -122,47 +162,7 @@ def _require_shapes(optimizer: Optimizer) -> None:
                     raise ValueError(f"this state is damaged: {name} has another shape than its parameter")
 
 
-def load_whole(
-    optimizer: Optimizer,
-    torchs: Callable[[State], None],
-    state: State,
-    check: Callable[[State], None],
-    exact: Collection[str] = (),
-) -> None:
-    """Loads a state with torch's `load_state_dict`, and looks at what came out of it; all of it or nothing.
-
-    torch casts what is kept for a parameter to its dtype. For parameters of 16 bits what was wider stays so, and what
-    is kept under the names in `exact` stays what it was.
-    """
-    found: list[State] = []
-    before = vars(optimizer).copy()
-    hook = optimizer.register_load_state_dict_pre_hook(lambda _, given: found.append(given))  # others have unwrapped it
-    try:
-        if not isinstance(state, Mapping):
-            raise ValueError(f"this state is damaged: it is an object of {type(state).__name__}")
-        torchs(dict(state))
-        hook.remove()
-        if {"gspace", "frozen"} & found[0].keys():
-            raise ValueError("gspace 0.1.0 saved this state, and later versions cannot go on from it: load the weights")
-        for group in optimizer.param_groups:
-            for key, value in optimizer.defaults.items():
-                group.setdefault(key, value)
-        mine = (p for group in optimizer.param_groups for p in group["params"])
-        ids = (i for group in found[0]["param_groups"] for i in group["params"])
-        for p, i in zip(mine, ids, strict=True):
-            _keep_width(p, found[0]["state"].get(i, {}), optimizer.state, exact)
-        _require_shapes(optimizer)
-        check(found[0])
-    except Exception as error:
-        hook.remove()
-        vars(optimizer).clear()
-        vars(optimizer).update(before)
-        if isinstance(error, AttributeError | IndexError | KeyError | RuntimeError | TypeError):
-            raise ValueError(f"this state is damaged ({type(error).__name__}: {error})") from error
-        raise
-
-
-def _keep_width(p: Tensor, saved: Mapping[str, Any], state: Any, exact: Collection[str]) -> None:
+def _keep_width(p: Tensor, saved: Mapping[str, Any], state: Any, exact: tuple[str, ...]) -> None:
     wide = torch.promote_types(p.dtype, torch.float32)
     for key, value in saved.items():
         if key in ("momentum_buffer", *exact) and not (isinstance(value, Tensor) and value.shape == p.shape):

@@ -5,7 +5,7 @@ torch wraps the `step` of every class of optimizers: hooks of the optimizer, hoo
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._autograd import _profiler_enabled
@@ -55,14 +55,12 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 def step_within(optimizer: Optimizer) -> None:
     """A step inside of another optimizer's: hooks of all optimizers run around that one, and not again here."""
-    step = optimizer.step
-    function = getattr(step, "__func__", None)
-    if getattr(function, "__code__", None) is not _WRAPPER:
-        step()
-    elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        step()  # hooks of its own need the wrapper
+    function: Any = getattr(optimizer.step, "__func__", None)
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if getattr(function, "__code__", None) is _WRAPPER and not own:  # hooks of its own need the wrapper
+        function.__wrapped__(optimizer)
     else:
-        cast(Any, function).__wrapped__(optimizer)
+        optimizer.step()
 
 
 def capturing() -> bool:

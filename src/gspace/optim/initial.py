@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from gspace.analysis import Analysis, analyzed
 from gspace.devices import on_cpu
-from gspace.optim.arguments import require_finite
+from gspace.optim.arguments import require_finite, require_one_of
 from gspace.optim.skeleton import by_edge
 from gspace.optim.walks import pick, rows_of, walks
 from gspace.sharding import cut, local, shared, weights_of
@@ -30,8 +30,7 @@ def init_skeleton_(
     >>> init_skeleton_(model)[0].weight.diagonal().tolist()
     [1.0, 1.0]
     """
-    if sign not in ("positive", "random"):
-        raise ValueError(f"sign must be 'positive' or 'random', got {sign!r}")
+    require_one_of("sign", sign, ("positive", "random"))
     found = analyzed(model, analysis, options, "pin")
     require_finite(model)
     _set_skeleton_(model, found, sign, generator)

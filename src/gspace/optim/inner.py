@@ -35,8 +35,6 @@ class InGSpace(GSpaceOptimizer):
     >>> optimizer = InGSpace(net, torch.optim.Adam, lr=1e-3)
     """
 
-    _inner: "Inner | None" = None
-
     def __init__(
         self,
         model: nn.Module,
@@ -75,14 +73,10 @@ class InGSpace(GSpaceOptimizer):
 
     # The inner optimizer ----------------------------------------------------------------------------------------------
 
-    def _probe(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Raises what the inner optimizer has against these groups."""
-        self.optimizer_class([dict(group) for group in groups], **self.optimizer_kwargs)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        try:
-            self._probe(self.param_groups[-1:])
+        try:  # what the inner optimizer has against it
+            self.optimizer_class([dict(self.param_groups[-1])], **self.optimizer_kwargs)
         except Exception:
             self.param_groups.pop()
             raise
@@ -94,15 +88,14 @@ class InGSpace(GSpaceOptimizer):
 
     def _made(self, built: Built) -> "Inner":
         """The inner optimizer and the tensors it moves instead of weights, kept as long as `built`."""
-        if self._inner is None or self._inner.built is not built:
+        if built.moved is None:
             shown = [nn.Parameter(torch.empty_like(wide(w))) for w in built.weights]
             groups = []
             for g, group in enumerate(self.param_groups):
                 mine = [v for v, at in zip(shown, built.groups, strict=True) if at == g]
                 groups.append({**_options(group), "params": mine + built.outside[g]})
             owners: dict[Tensor, Tensor] = dict(zip(shown, built.weights, strict=True))
-            self._inner = Inner(
-                built,
+            made = built.moved = Inner(
                 self.optimizer_class(groups, **self.optimizer_kwargs),
                 inspect.unwrap(self.optimizer_class.step),
                 shown,
@@ -110,11 +103,11 @@ class InGSpace(GSpaceOptimizer):
                 [torch.empty_like(v, requires_grad=False) for v in shown],
                 owners | {p: p for some in built.outside for p in some},
             )
-            for v, new in self._inner.optimizer.state.items():  # made with the optimizer (Adagrad before torch 2.13)
-                kept = self.state[self._inner.owners[v]]
+            for v, new in made.optimizer.state.items():  # made with the optimizer (Adagrad before torch 2.13)
+                kept = self.state[made.owners[v]]
                 if len(kept) == (KEY in kept):
                     kept.update(new)
-        return self._inner
+        return built.moved
 
     # One step ---------------------------------------------------------------------------------------------------------
 
@@ -152,14 +145,12 @@ class Inner(NamedTuple):
     """An inner optimizer, and what it works on.
 
     Attributes:
-        built: What it was made for.
         bare: Its step, without what torch wraps around that.
         shown: The tensors that it moves instead of weights.
         values, slopes: Their values, to be written, and gradients.
         owners: For all that it moves, the parameter.
     """
 
-    built: Built
     optimizer: Optimizer
     bare: Callable[[Optimizer], Any]
     shown: list[nn.Parameter]

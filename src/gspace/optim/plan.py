@@ -15,6 +15,7 @@ from torch import Tensor
 from gspace.analysis import Edges
 from gspace.devices import on_cpu
 from gspace.optim.skeleton import Skeleton, by_edge
+from gspace.optim.walks import laid_out
 from gspace.sharding import Reduce, alone, edges_on
 
 
@@ -29,11 +30,19 @@ class Ends(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """`Layer.root`, `entry_tail` and `entry_head` of the skeleton entries of all layers."""
+    """Units at skeleton entries, `(entries,)` each.
+
+    Attributes:
+        root: Unit whose trained incoming skeleton weight the entry is, else 0.
+        free: Unit whose free weight the entry is, else 0.
+        tail: Unit that the entry reads.
+        head: Unit that the entry writes.
+    """
 
     root: Tensor
-    entry_tail: Tensor
-    entry_head: Tensor
+    free: Tensor
+    tail: Tensor
+    head: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +52,7 @@ class Layer:
     Attributes:
         edges: Its edges, `head` and `tail` on the device.
         entries: Index of its skeleton entries, one tensor per dimension of the parameter.
-        root: Unit whose trained incoming skeleton weight the entry is, else 0, `(entries,)`.
-        free: Unit whose free weight the entry is, else 0, `(entries,)`.
-        entry_tail: Unit that the entry reads, `(entries,)`.
-        entry_head: Unit that the entry writes, `(entries,)`.
+        at: The units there.
         shape: Of its view, `(group, out, in, *taps)`.
         reads, writes: Whether it reads a unit, and writes one: ground has no scale.
         absorbed: Rows whose scale a norm absorbs, `(group, out)` bool, with `batch_norm="exact"`; None if none are.
@@ -55,10 +61,7 @@ class Layer:
 
     edges: Edges
     entries: tuple[Tensor, ...]
-    root: Tensor
-    free: Tensor
-    entry_tail: Tensor
-    entry_head: Tensor
+    at: Entries
     shape: torch.Size
     reads: bool = True
     writes: bool = True
@@ -71,15 +74,6 @@ class Layer:
         if self.edges.swap:
             return parameter.reshape(group, inputs, out, *taps).transpose(1, 2)
         return parameter.reshape(self.shape)
-
-    def rows(self, vector: Tensor, like: Tensor) -> Tensor:
-        """A unit vector at the heads, shaped to broadcast against the view of a weight."""
-        return vector[self.edges.head].reshape(*self.edges.head.shape, *[1] * (like.dim() - 2)).to(like.dtype)
-
-    def columns(self, vector: Tensor, like: Tensor) -> Tensor:
-        """A unit vector at the tails."""
-        g, n = self.edges.tail.shape
-        return vector[self.edges.tail].reshape(g, 1, n, *[1] * (like.dim() - 3)).to(like.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,15 +119,15 @@ class Plan:
     def at_entries(self, tensors: Sequence[Tensor]) -> Tensor:
         """Their values at the skeleton entries of the layers, `(entries,)`."""
         here, pairs = self.root.device, zip(self.layers, tensors, strict=True)
-        parts = [t[x.entries].reshape(-1).to(here) for x, t in pairs if x.root.numel()]
+        parts = [t[x.entries].reshape(-1).to(here) for x, t in pairs if x.at.root.numel()]
         return torch.cat(parts) if parts else self.reference[:0]
 
     def put(self, tensors: Sequence[Tensor], values: Tensor) -> None:
         """Writes values to the skeleton entries of the layers."""
-        parts = values.split([x.root.numel() for x in self.layers])
+        parts = values.split([x.at.root.numel() for x in self.layers])
         for layer, t, part in zip(self.layers, tensors, parts, strict=True):
-            if layer.root.numel():
-                t[layer.entries] = part.to(t.dtype)
+            if layer.at.root.numel():
+                t[layer.entries] = part.to(t)
 
     def at_units(self, values: Tensor) -> Tensor:
         """Of values at skeleton entries those of in(u) and out(u), `(2·(H + 1),)`; 0 for those that are elsewhere."""
@@ -148,13 +142,16 @@ def _pieces(every: Tensor, shapes: Sequence[tuple[int, ...] | None]) -> list[Ten
 
 def plan(skeleton: Skeleton, layers: Sequence[Layer], references: Tensor, reduce: Reduce = alone) -> Plan:
     """For a skeleton, its layers, or the parts of them that are here, and the references of in(u) and out(u)."""
-    device = layers[0].root.device if layers else torch.device("cpu")
-    n, none = skeleton.H + 1, torch.zeros(1, dtype=torch.long, device=device)
-    root, free = (torch.cat([none, *(getattr(x, of).to(device) for x in layers)]) for of in ("root", "free"))
-    counts = torch.tensor([True, *(x.counts for x in layers)], device=device)
-    counts = counts.repeat_interleave(torch.tensor([1, *(len(x.root) for x in layers)], device=device))
-    place, number = torch.zeros(2 * n, dtype=torch.long, device=device), torch.arange(len(root), device=device)
-    place[root[counts]], place[n + free[counts]] = number[counts], number[counts]
+    device = layers[0].at.root.device if layers else torch.device("cpu")
+    n, none = skeleton.H + 1, torch.zeros(0, dtype=torch.long, device=device)
+
+    def every(parts: Iterable[Tensor]) -> Tensor:
+        return torch.cat([none, *(part.reshape(-1).to(device) for part in parts)])
+
+    entries = Entries(*(every(getattr(x.at, of) for x in layers) for of in Entries._fields))
+    counts = every(torch.full_like(x.at.root, x.counts) for x in layers) > 0
+    place, number = torch.zeros(2 * n, dtype=torch.long, device=device), torch.arange(len(counts), device=device) + 1
+    place[entries.root[counts]], place[n + entries.free[counts]] = number[counts], number[counts]
     place[0] = place[n] = 0
     root, parent = skeleton.root.to(device), skeleton.parent.to(device)
     units = torch.arange(n, device=device)
@@ -163,10 +160,6 @@ def plan(skeleton: Skeleton, layers: Sequence[Layer], references: Tensor, reduce
     present = torch.cat([skeleton.in_edge, skeleton.out_edge]).to(device) >= 0
     reference = references.to(device).reshape(-1)
 
-    def every(parts: Iterable[Tensor]) -> Tensor:
-        return torch.cat([none[:0], *(part.reshape(-1).to(device) for part in parts)])
-
-    entries = Entries(*(every(getattr(x, of) for x in layers) for of in Entries._fields))
     taps = (x.edges.tail[:, :, None].expand(-1, -1, math.prod(x.shape[3:])) for x in layers if x.reads)
     tails, heads = every(taps), every(x.edges.head for x in layers if x.writes)
     is_root = (root == units) & (units > 0)
@@ -207,25 +200,11 @@ def layers_of(
             continue
         weight = weights[e.name]
         device = weight.device
-        index, root, free, tail, head = (x.to(device) for x in of_entries)
+        index, *at = (x.to(device) for x in of_entries)
         mask = masks[e.name].to(device) if e.name in masks else None
-        entries, shape = unraveled(index, weight.shape), view_shape(e, weight.shape)
-        layers.append(Layer(edges_on(e, device), entries, root, free, tail, head, shape, reads, writes, mask))
+        entries, shape = torch.unravel_index(index, weight.shape), laid_out(e, weight.shape).shape
+        layers.append(Layer(edges_on(e, device), entries, Entries(*at), shape, reads, writes, mask))
     return layers
-
-
-def view_shape(edges: Edges, shape: Sequence[int]) -> torch.Size:
-    """Of `edges.view` of a weight of this shape."""
-    return edges.view(torch.empty(tuple(shape), device="meta")).shape
-
-
-def unraveled(index: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """Flat indices into a tensor of this shape as one index for each dimension; `torch.unravel_index` checks more."""
-    found = []
-    for size in reversed(shape[1:]):
-        found.append(index % size)
-        index = index // size
-    return (index, *reversed(found))[: len(shape)]
 
 
 def part(layer: Layer, shape: Sequence[int], dim: int, start: int, stop: int) -> Layer:
@@ -246,12 +225,9 @@ def part(layer: Layer, shape: Sequence[int], dim: int, start: int, stop: int) ->
     return replace(
         layer,
         edges=edges,
-        shape=view_shape(edges, [stop - start if d == dim else size for d, size in enumerate(shape)]),
+        shape=laid_out(edges, [stop - start if d == dim else size for d, size in enumerate(shape)]).shape,
         entries=tuple(i[inside] - (start if d == dim else 0) for d, i in enumerate(layer.entries)),
-        root=layer.root[inside],
-        free=layer.free[inside],
-        entry_tail=layer.entry_tail[inside],
-        entry_head=layer.entry_head[inside],
+        at=Entries(*(x[inside] for x in layer.at)),
         absorbed=None if mask is None else replace(e, head=mask).part(shape, dim, start, stop).head,
     )
 
@@ -311,10 +287,7 @@ def _one(layers: Sequence[Layer]) -> Layer:
         first,
         edges=replace(first.edges, head=head, tail=tail),
         entries=(torch.cat([x.entries[0] + start for x, start in zip(layers, starts, strict=False)]),),
-        root=torch.cat([x.root for x in layers]),
-        free=torch.cat([x.free for x in layers]),
-        entry_tail=torch.cat([x.entry_tail for x in layers]),
-        entry_head=torch.cat([x.entry_head for x in layers]),
+        at=Entries(*map(torch.cat, zip(*(x.at for x in layers), strict=True))),
         shape=torch.Size((starts[-1], 1, 1)),
         reads=any(x.reads for x in layers),
         writes=any(x.writes for x in layers),

@@ -1,6 +1,6 @@
 """In which units path values are measured: I_ref and O_ref (docs/theory.md), and which skeleton goes with them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -10,14 +10,13 @@ from gspace.analysis import Analysis
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
 from gspace.optim.plan import jumps_of
-from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, trained_names, values_at
+from gspace.optim.skeleton import Choice, Skeleton, build_skeleton, values_at
 from gspace.optim.step import path_products
 from gspace.optim.walks import connected
 from gspace.sharding import weights_of
 
 Reference = Literal["one", "balanced"]
 CHOICE: Mapping[Reference, Choice] = {"one": "aligned", "balanced": "pivoted"}
-FAR = 2.0  # a path value that is so many times another one is no small change of it
 
 
 def skeleton_values(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -31,25 +30,6 @@ def reference_of(model: nn.Module, analysis: Analysis) -> Reference:
     skeleton = build_skeleton(model, analysis, choice="aligned")
     _, free = skeleton_values(skeleton, weights_of(model))
     return "one" if skeleton.H > 0 and bool((free.abs() == 1).all()) else "balanced"
-
-
-def choose_skeleton(
-    model: nn.Module, analysis: Analysis, wanted: Reference | None, parameters: Iterable[Tensor]
-) -> tuple[Reference, Skeleton, Tensor | None]:
-    """The reference and skeleton of an optimizer of these parameters, and the log scales that balance all units.
-
-    If none is wanted: as `reference_of`, but "one" only if path values are near it. Steps are divided by their squares.
-    """
-    reference = wanted or reference_of(model, analysis)
-    trained = trained_names(model, parameters)
-    if reference == "one":
-        skeleton = build_skeleton(model, analysis, trained=trained)
-        into, out = products(skeleton, weights_of(model))
-        near = ((into * out).abs() <= FAR) & ((into * out).abs() >= 1 / FAR)
-        if wanted is not None or bool(near.all()):
-            return "one", skeleton, None
-    x = balanced_log_scales(analysis.transparent, weights_of(model), analysis.H_paper + 1)
-    return "balanced", build_skeleton(model, analysis, choice="pivoted", trained=trained, balanced=x), x
 
 
 def products(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from gspace.analysis import Analysis, Edges, require_module
 from gspace.analysis.result import plain
 from gspace.devices import on_cpu
 from gspace.group.balance import balanced_log_scales
-from gspace.optim.arguments import require_finite
+from gspace.optim.arguments import require_finite, require_one_of
 from gspace.optim.walks import pick, rows_of, walks
 from gspace.sharding import weights_of
 
@@ -91,8 +91,7 @@ def build_skeleton(
     >>> gspace.build_skeleton(model, gspace.analyze(model)).H
     8
     """
-    if choice not in ("aligned", "pivoted"):
-        raise ValueError(f"choice must be 'aligned' or 'pivoted', got {choice!r}")
+    require_one_of("choice", choice, ("aligned", "pivoted"))
     require_module(model)
     if not isinstance(analysis, Analysis):
         raise TypeError(f"analysis is what gspace.analyze returns, got {type(analysis).__name__}")

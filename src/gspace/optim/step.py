@@ -94,7 +94,7 @@ def _flow(
     """
     values = plan.at_entries(weights)
     at_entries, norms = (values * plan.at_entries(grads)).to(dtype), torch.zeros_like(values, dtype=dtype)
-    columns, parts = [at_entries[:0]], norms.split([x.root.numel() for x in plan.layers])
+    columns, parts = [at_entries[:0]], norms.split([x.at.root.numel() for x in plan.layers])
     for layer, weight, grad, norm in zip(plan.layers, weights, grads, parts, strict=True):
         w, n = layer.view(weight), None
         if layer.edges.normalized:
@@ -188,7 +188,7 @@ def weights_after(view: Tensor, change: Tensor, ratio: Ends, out: Tensor | None 
     return unscaled(torch.add(view, change, out=out), ratio, out)
 
 
-def entries_after(layer: Layer | Entries, values: Tensor, ratio: Tensor, spread: Tensor) -> Tensor:
+def entries_after(at: Entries, values: Tensor, ratio: Tensor, spread: Tensor) -> Tensor:
     """Skeleton entries after the step: free ones keep their value, in(r) takes R(r)/R(tail); both follow c."""
-    change = ratio[layer.root] / torch.where(layer.root > 0, ratio[layer.entry_tail], 1)
-    return values * (change * spread[layer.entry_head] / spread[layer.entry_tail]).to(values.dtype)
+    change = ratio[at.root] / torch.where(at.root > 0, ratio[at.tail], 1)
+    return values * (change * spread[at.head] / spread[at.tail]).to(values.dtype)

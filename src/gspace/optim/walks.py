@@ -150,7 +150,7 @@ def pick(
     near, of = nearer(rows, found.live, chosen, side), rows.edge[mine.row]
     count = torch.bincount(other.row[near], minlength=len(rows.edge))
     wanted = (chosen[mine.ids] == of) & (count[mine.row] > 0)
-    sizes = torch.tensor([sizes_of(e, shapes[e.name]) for e in rows.edges], dtype=torch.long).reshape(-1, 6)
+    steps = torch.tensor([steps_of(e, shapes[e.name]) for e in rows.edges], dtype=torch.long).reshape(-1, 4)
     if x is None:
         position, middle = _positions(mine)
         at = (wanted & middle).nonzero()[:, 0]
@@ -158,30 +158,32 @@ def pick(
         at = last[last >= 0]
         row = mine.row[at]
         end = near.nonzero()[:, 0][(count.cumsum(0) - count)[row] + position[at] % count[row]]
-        tap = sizes[of[at], -1] // 2
+        tap = steps[of[at], -1] // 2
     else:
         at, end, tap = _largest(rows, weights, shapes, side, x, near, wanted)
     index, parent = torch.zeros_like(chosen), torch.zeros_like(chosen)
     u, k, row = mine.ids[at], of[at], mine.row[at]
     here, there = at - mine.start[row], end - other.start[row]
     out, into = (here, there) if side == "head" else (there, here)
-    index[u], parent[u] = flat_index(sizes[k], row - rows.first[k], out, into, tap), other.ids[end]
+    index[u], parent[u] = flat_index(steps[k], row - rows.first[k], out, into, tap), other.ids[end]
     return index, parent
 
 
-def sizes_of(e: Edges, shape: torch.Size) -> tuple[int, ...]:
-    """What `flat_index` has to know of a parameter of this shape."""
-    if len(shape) == 1 or e.head.numel() == shape.numel():  # one weight for each output
-        return 1, 0, e.head.shape[1], 0, 0, 1
-    outer, inner, *taps = shape[1:] if e.stacked(shape) else (shape[0] // len(e.head), *shape[1:])
-    return 0, e.swap, 0, outer, inner, math.prod(taps)
+def laid_out(e: Edges, shape: Sequence[int]) -> Tensor:
+    """`e.view` of a parameter of this shape, in no memory: its sizes and strides."""
+    return e.view(torch.empty(tuple(shape), device="meta"))
 
 
-def flat_index(sizes: Tensor, group: Tensor, out: Tensor, into: Tensor, tap: Tensor) -> Tensor:
-    """Flat index into a parameter of these `sizes_of` of entries of its `(group, out, in, tap)` view."""
-    single, swap, width, outer, inner, taps = sizes.unbind(-1)
-    first, second = torch.where(swap > 0, into, out), torch.where(swap > 0, out, into)
-    return torch.where(single > 0, group * width + out, ((group * outer + first) * inner + second) * taps + tap)
+def steps_of(e: Edges, shape: Sequence[int]) -> tuple[int, ...]:
+    """How far apart groups, outputs and inputs lie in a parameter of this shape, and how many taps, one by one, are."""
+    view = laid_out(e, shape)
+    return *view.stride()[:3], math.prod(view.shape[3:])
+
+
+def flat_index(steps: Tensor, group: Tensor, out: Tensor, into: Tensor, tap: Tensor) -> Tensor:
+    """Flat index into a parameter with these `steps_of` of entries of its `(group, out, in, tap)` view."""
+    groups, outputs, inputs, _ = steps.unbind(-1)
+    return group * groups + out * outputs + into * inputs + tap
 
 
 def _positions(ends: Ends) -> tuple[Tensor, Tensor]:
@@ -232,7 +234,7 @@ def _batches(rows: Rows, shapes: Mapping[str, torch.Size], some: Sequence[int]) 
     alike: dict[tuple[int, ...], list[int]] = {}
     for k in some:
         e = rows.edges[k]
-        alike.setdefault((*e.head.shape, e.tail.shape[1], *sizes_of(e, shapes[e.name])), []).append(k)
+        alike.setdefault((*e.head.shape, e.tail.shape[1], *steps_of(e, shapes[e.name])), []).append(k)
     for same in alike.values():
         count = max(1, BLOCK // max(1, shapes[rows.edges[same[0]].name].numel()))
         yield from (same[i : i + count] for i in range(0, len(same), count))

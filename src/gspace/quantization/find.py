@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from gspace.analysis import Analysis, Edges, Inputs, analyze, analyzed, require_module, unwrap
 from gspace.analysis.assemble import members
 from gspace.devices import on_cpu
-from gspace.optim.arguments import require_seen
+from gspace.optim.arguments import given, require_seen
 from gspace.quantization.mapping import Hook, Mapping, Mappings, Side
 from gspace.sharding import refuse_sharded
 
@@ -42,8 +42,7 @@ def mappings(
     channels  kind  smooth  balance
     8         relu  0       2
     """
-    given = {} if example_input is None else {"example_input": example_input}
-    found = analyzed(unwrap(model), analysis, {**options, **given})
+    found = analyzed(unwrap(model), analysis, {**options, **given(example_input)})
     require_seen(found)
     refuse_sharded(dict(model.named_parameters()), "a mapping")
     return on_cpu(_mappings)(unwrap(model), found)
@@ -165,8 +164,6 @@ def _ids(e: Edges, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     rank = len(shape)
     (groups, out), inside = e.head.shape, e.tail.shape[1]
     if rank <= 1 or e.head.numel() == torch.Size(shape).numel():
-        if inside > 1:
-            return e.head.reshape(-1), e.tail.reshape(-1)
         tail = e.tail.reshape([1] * max(rank, 1)) if e.tail.numel() == 1 else e.tail.expand(groups, out).reshape(shape)
         return e.head.reshape(shape or (1,)), tail
     if e.stacked(shape):

@@ -12,15 +12,11 @@ With EARLY a kernel lets the next one begin while it still runs; that one reads 
 (`gdc_wait`: programmatic dependent launch, for GPUs of compute capability 9 and above).
 """
 
-from contextlib import suppress
-
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gspace.optim.fast.tables import FEW, LAYOUT, MORE
-
-with suppress(ImportError):  # before Triton 3.4, where no launch is EARLY
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def indices(table: str, names: str) -> list[tl.constexpr]:

@@ -9,10 +9,9 @@ nothing is read back by the host. A gradient that is not finite raises `flags[PE
 it to `flags[SKIP]`, and nothing that outlives the step is written while that is set.
 """
 
-from contextlib import suppress
-
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gspace.optim.fast.flows import (
     ACROSS,
@@ -48,9 +47,6 @@ from gspace.optim.fast.flows import (
     walk_pass,
 )
 from gspace.optim.fast.tables import LAYOUT
-
-with suppress(ImportError):  # before Triton 3.4, where no launch is EARLY
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["flow_pass", "fold_pass", "roots_pass", "update_pass", "walk_pass"]
 

@@ -27,7 +27,6 @@ DEPTH, ROOTS, AT_ONCE, UNITS = 64, 16, 32, 256  # items of one program of the sm
 WALK = 16  # steps that one pass takes
 SPARE = 4  # captured steps between two others that find memory made for them
 KEPT: list[object] = []  # headers that CUDA graphs read at each replay: never freed
-DIRECT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)  # how compiled kernels are called varied before
 Calls = list[tuple[Callable[..., None], tuple[Any, ...]]]
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
@@ -49,8 +48,6 @@ class FusedStep(Bound):
     Path ratios, bounded and not, are left in `built.last`; how many steps were not taken, in `flags[2]`.
     """
 
-    FOLD = 32
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         weight = self.parameters[0]
@@ -63,7 +60,7 @@ class FusedStep(Bound):
         self.kept: dict[Kind, tuple[Sent, Calls]] = {}  # the calls of a step, and what they were made for
         self.calls: Calls = []
         self.complete = False  # whether these calls are the whole step
-        self.early = DIRECT and _dependent_launches(weight.device)
+        self.early = _dependent_launches(weight.device)
         self.begun = False  # whether a pass of this step was launched
         types = {"DTYPE": weight.dtype, "ACC": self.dtype}
         self.kinds = {name: getattr(triton.language, DTYPES[dtype]) for name, dtype in types.items()}
@@ -119,7 +116,7 @@ class FusedStep(Bound):
                 "fold_pass", len(folds),
                 (folds, sent.grads, sent.hyper, sent.rates, self.partial, self.norms, free, self.sums, self.flags,
                  len(given.groups)),
-                DEPTH=DEPTH, ITEMS=self.fold_items, **self.kinds,
+                DEPTH=DEPTH, ITEMS=tile.fold, **self.kinds,
             )  # fmt: skip
         self._launch(
             "roots_pass", triton.cdiv(len(roots), ROOTS),
@@ -161,7 +158,7 @@ class FusedStep(Bound):
             return
         kernel = getattr(kernels, name)
         found = kernel[(programs,)](*tensors, **options)
-        if found is not None and DIRECT:  # None from the interpreter
+        if found is not None:  # None from the interpreter
             self.compiled[key] = found[programs, 1, 1], [options[arg] for arg in kernel.arg_names[len(tensors) :]]
         self.complete = False
 

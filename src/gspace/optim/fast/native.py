@@ -55,10 +55,6 @@ class _Plan(ctypes.Structure):
     _fields_ = [(name, _TYPES.get(kind, ctypes.c_void_p)) for kind, names in PLAN.items() for name in names]
 
 
-class NativeError(RuntimeError):
-    """There is no compiled step here, and why."""
-
-
 def _cache() -> Path | None:
     """A folder that only this user can write to, None if there is none."""
     try:
@@ -88,17 +84,9 @@ def _layout() -> str:
     return "\n".join(["#include <stdint.h>", *lines, ""])
 
 
-def library(real: str) -> ctypes.CDLL:
-    """The compiled passes for "float" or "double"; found or built once in a process, and not tried again."""
-    found = _attempt(real)
-    if isinstance(found, str):
-        raise NativeError(found)
-    return found
-
-
 @functools.cache
-def _attempt(real: str) -> ctypes.CDLL | str:
-    """The library, or why there is none. A build that fails, for whatever reason, is told once."""
+def library(real: str) -> ctypes.CDLL | str:
+    """The compiled passes for "float" or "double", or why there are none. They are built, or it is told, once."""
     compiler = next(filter(None, map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))), None)
     if compiler is None:
         return "no C compiler was found (CC, cc, gcc, clang)"
@@ -107,7 +95,7 @@ def _attempt(real: str) -> ctypes.CDLL | str:
         for call in (found.step, found.show, found.give):
             call.argtypes, call.restype = [ctypes.c_void_p] * 3, ctypes.c_int
         return found
-    except (OSError, AttributeError, NativeError, subprocess.SubprocessError) as error:
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         reason = " ".join(f"the compiled step could not be built with {compiler}: {error}".split())
         warnings.warn(f"{reason}. torch's operations take its place, which is slower.", RuntimeWarning, stacklevel=2)
         return reason
@@ -165,14 +153,13 @@ def _built(work: Path, source: str, real: str, compiler: str) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         if done.returncode == 0 and made.exists():
             return made
-    raise NativeError(done.stderr.strip()[-500:] if done and done.stderr.strip() else "it made nothing")
+    raise subprocess.SubprocessError(done.stderr.strip()[-500:] if done and done.stderr.strip() else "it made nothing")
 
 
 class NativeStep(Bound):
     """A step by the compiled passes."""
 
-    TILE = Tile(rows=256, width=8192, loops=1, warps=1)  # of a large weight, what one core works on at a time
-    FOLD = 64
+    TILE = Tile(rows=256, width=8192, loops=1, fold=64)  # of a large weight, what one core works on at a time
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -201,11 +188,8 @@ class NativeStep(Bound):
         dtype, kind = built.weights[0].dtype, built.weights[0].device.type
         if dtype not in REAL or kind != "cpu":
             return f"no compiled step for {dtype} on {kind}"
-        try:
-            library(REAL[dtype])
-        except NativeError as error:
-            return str(error)
-        return super().refusal(built, rules, tile)
+        found = library(REAL[dtype])
+        return found if isinstance(found, str) else super().refusal(built, rules, tile)
 
     def _take(self, kind: Kind, given: Given) -> Outcome:
         header = array("q", given.places)

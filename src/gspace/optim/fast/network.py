@@ -71,11 +71,10 @@ class Bound:
         rules: Its `max_ratio` and `max_drift` are kept as 0 where there is no bound.
         whole: Parameters outside of units, with their groups, that `step` moves too: plain SGD, in the same passes.
             None: there is no `step`, only `show` and `give`.
-        tile, fold_items: How large a part one program works on, and how many sums one of the fold; see `tables.py`.
+        tile: How large a part one program works on; see `tables.py`.
     """
 
     TILE: ClassVar[Tile] = Tile()
-    FOLD: ClassVar[int] = 1
 
     @on_cpu
     def __init__(
@@ -84,36 +83,34 @@ class Bound:
         rules: Rules,
         whole: Sequence[tuple[Tensor, int]] | None,
         tile: Tile | None = None,
-        fold_items: int | None = None,
     ) -> None:
         outside = whole or ()
         self.whole, self.units = whole is not None, len(built.weights)
         self.parameters = [*built.weights, *(p for p, _ in outside)]
         self.groups = [*built.groups, *(group for _, group in outside)]
-        self.tile, self.fold_items = tile or self.TILE, fold_items or self.FOLD
-        self.spread = rules.allocation == "spread"
+        self.tile, self.spread = tile or self.TILE, rules.allocation == "spread"
         self.max_ratio, self.max_drift = (
             0.0 if bound == math.inf else float(bound) for bound in (rules.max_ratio, rules.max_drift)
         )
         device, dtype = built.weights[0].device, built.weights[0].dtype
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         H = len(built.plan.root)
-        builder = Builder(self.tile, H, self.fold_items)
+        builder = Builder(self.tile, H)
         for layer, w, group in zip(built.plan.layers, built.weights, built.groups, strict=True):
             builder.add_layer(layer, w, group)
         for p, group in outside:
             builder.add_plain(p, group)
-        found, self.sizes = builder.finish(built.plan, built.unit_group.cpu())
+        found = builder.finish(built.plan, built.unit_group.cpu())
         self.tables = Tables(*(t.contiguous().to(device) for t in found))
         self.root = built.plan.root.to(device, torch.int32)
-        self.normalized = self.sizes.norms > 1
+        self.normalized = builder.norms > 1
         self.taps = bool((found.params[:, RECORD.index("period")] > 1).any())
 
         def scratch(size: int, fill: float = 0.0) -> Tensor:
             return torch.full((max(size, 1),), fill, dtype=self.dtype, device=device)
 
-        self.partial, self.sums = scratch(self.sizes.partials), scratch(self.sizes.sums)
-        self.norms = scratch(self.sizes.norms, 1.0)
+        self.partial, self.sums = scratch(builder.partials), scratch(builder.sums)
+        self.norms = scratch(builder.norms, 1.0)
         self.factors, self.root_grad, self.coordinates = scratch(6 * H, 1.0), scratch(H), scratch(2 * H)
         self.ratio, self.raw = built.last
         # What every step compares with, or takes where there is nothing.

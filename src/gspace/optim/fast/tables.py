@@ -50,7 +50,7 @@ class Tile(NamedTuple):
     """Work of one program: `loops` tiles of rows × width, side by side or one below the other.
 
     On a GPU `warps` threads of 32 share it, with at most `registers` each, or a third more with momentum: with more,
-    too few programs would be on a processor to hide the latency of memory.
+    too few programs would be on a processor to hide the latency of memory. One of the fold adds up `fold` sums.
     """
 
     rows: int = 16
@@ -58,6 +58,7 @@ class Tile(NamedTuple):
     loops: int = 4
     warps: int = 4
     registers: int = 96
+    fold: int = 32
 
 
 class Tables(NamedTuple):
@@ -70,14 +71,6 @@ class Tables(NamedTuple):
     lists: Tensor
     skeleton: Tensor
     reference: Tensor
-
-
-class Sizes(NamedTuple):
-    """How many partial sums, sums and norms there are."""
-
-    partials: int
-    sums: int
-    norms: int
 
 
 class Matrix(NamedTuple):
@@ -115,10 +108,10 @@ def as_matrix(view: Tensor) -> Matrix | None:
 
 
 class Builder:
-    """Fills the tables, parameter by parameter."""
+    """Fills the tables, parameter by parameter, and counts the `partials`, `sums` and `norms` there are to be."""
 
-    def __init__(self, tile: Tile, units: int, fold_items: int) -> None:
-        self.tile, self.units, self.fold_items = tile, units, fold_items
+    def __init__(self, tile: Tile, units: int) -> None:
+        self.tile, self.units = tile, units
         self.params: list[list[int]] = []
         self.chunks: list[tuple[int, int, int, int]] = []
         self.index: list[Tensor] = []
@@ -146,12 +139,12 @@ class Builder:
             raise ValueError(f"{e.name} is not dense in memory")
         head, tail = e.head.cpu().reshape(-1), e.tail.cpu().reshape(-1)
         norm_rows, norm_columns, norms = self._norm_places(matrix, e.normalized)
-        offset = torch.zeros(len(layer.root), dtype=torch.long)  # of skeleton entries from the first element, in memory
+        root = layer.at.root.cpu()
+        offset = torch.zeros_like(root)  # of skeleton entries from the first element, in memory
         for index, stride in zip(layer.entries, weight.stride(), strict=True):
             offset += index.cpu() * stride
         row, in_column = offset // matrix.columns, offset % matrix.columns
         column = row // matrix.rows * matrix.columns + in_column
-        root = layer.root.cpu()
         is_root = root > 0
         on_row = ~is_root if matrix.swap else is_root
         # Ids of heads follow those of tails: the kernels keep both kinds of factors in one vector.
@@ -243,7 +236,7 @@ class Builder:
         source, stride = record[f"{side}_out"], record[f"{side}_stride"]
         taps = stride // items
         count = parts * taps
-        size = self.fold_items * (MORE if count <= FEW else 1)
+        size = self.tile.fold * (MORE if count <= FEW else 1)
         for first in range(0, items, size):
             span = (first, min(first + size, items))
             self.folds.append([source, count, taps, stride, *span, target, edges, record["weight"], record["slot"]])
@@ -254,7 +247,7 @@ class Builder:
         self.index += vectors
         return start
 
-    def finish(self, plan: Plan, unit_group: Tensor) -> tuple[Tables, Sizes]:
+    def finish(self, plan: Plan, unit_group: Tensor) -> Tables:
         root = plan.root.cpu()
         nothing = torch.empty(0, dtype=torch.long)
         order, start, length = _by_root(root[torch.cat([nothing, *self.tails])], len(root))
@@ -266,7 +259,7 @@ class Builder:
         found = torch.stack([unit, k, offset, norm], 1)[unit > 0]
         u, *where = found[found[:, 0].argsort()].unbind(1)
         roots = torch.stack([u, start[u], length[u], *where, unit_group[u], len(order) + first[u], count[u]], 1)
-        tables = Tables(
+        return Tables(
             params=torch.tensor(self.params),
             chunks=torch.tensor(self.chunks, dtype=torch.int32).reshape(-1, 4),
             # The first program of the fold also decides whether the step is taken: there is always one.
@@ -278,7 +271,6 @@ class Builder:
             skeleton=torch.stack([addresses[plan.place.cpu()], plan.following.cpu()], 1),
             reference=plan.reference.cpu(),
         )
-        return tables, Sizes(self.partials, self.sums, self.norms)
 
 
 def _by_root(root: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
