@@ -121,6 +121,23 @@ def test_the_first_batch_is_the_example_of_the_analysis() -> None:
     assert rows["GSGD"].final < 1e-9 < rows["SGD"].final
 
 
+def test_inputs_are_given_to_the_model_as_analyze_gives_them() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.out = nn.Linear(11, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.relu(self.hidden(torch.cat([x, y], -1))))
+
+    torch.manual_seed(0)
+    model, x, y, target = Two().double(), torch.randn(4, 6).double(), torch.randn(4, 5).double(), torch.randint(3, (4,))
+    inside = lambda m: gspace.GSGD(m, 0.05, example_input=(x, y))  # noqa: E731
+    for inputs in ((x, y), {"x": x, "y": y}):
+        gap = invariance_gap(inside, model, [(inputs, target)] * 3, generator=torch.Generator().manual_seed(0))
+        assert gap.final < 1e-9 < gap.moved
+
+
 def test_identity_scales_give_no_gap_for_any_optimizer() -> None:
     gap = invariance_gap(sgd(0.1), mlp(), [batch(k) for k in range(3)], gspace.Scales.identity(13))
     assert gap.gaps == (0.0, 0.0, 0.0, 0.0)
@@ -159,7 +176,7 @@ def test_balancedness_of_an_mlp_is_row_minus_column() -> None:
     torch.testing.assert_close(balance.difference, (rows - model[2].weight.square().sum(0)).detach())
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, "gated", "tied-weights"])
 def test_gradient_flow_conserves_the_balance(name: str) -> None:
     """SGD at half the rate for twice the steps drifts half as much: the drift is of the steps, not of the flow."""
     case = CASES_BY_NAME[name]
@@ -241,6 +258,18 @@ def test_a_dropped_branch_with_batch_norm_has_no_value() -> None:
         for p in model.branch.parameters():
             p.mul_(100)
     assert gspace.basis_path_norm(model, reference="balanced").item() == pytest.approx(before, rel=1e-12)
+
+
+def test_what_paths_do_not_tell_is_said() -> None:
+    """Attention has units that no basis path has: distance and norms change with their scale."""
+    torch.manual_seed(0)
+    model, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double(), torch.randn(4, 5, 8).double()
+    analysis = gspace.analyze(model, x)
+    same = gspace.rescale_(copy.deepcopy(model), gspace.random_scales(model, analysis=analysis), analysis=analysis)
+    with pytest.warns(UserWarning, match="8 units have other coefficients than one .* What is measured may change"):
+        assert distance(model, same, analysis=analysis) > 1e-3
+    with pytest.warns(UserWarning, match="units of this model have no path value"):
+        gspace.basis_path_norm(model, analysis=analysis)
 
 
 def test_networks_of_other_sizes_have_no_distance() -> None:

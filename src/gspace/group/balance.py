@@ -123,7 +123,7 @@ def balanced_log_scales(
     """
     here, parts, reduce = pieces(edges, weights)
     device = parts[0].device if edges else torch.device("cpu")
-    M, plain = _forms(forms or {}, n, device)
+    M, plain = forms_of(forms or {}, n, device)
     u = torch.zeros(n, dtype=torch.float64, device=device)
     free = torch.arange(n, device=device) > 0
     if fixed is not None:
@@ -184,7 +184,7 @@ def _newton(net: Network, u: Tensor, free: Tensor, goal: float, progress: Report
     return u
 
 
-def _forms(forms: Mapping[int, Form], n: int, device: torch.device) -> tuple[Forms, Tensor]:
+def forms_of(forms: Mapping[int, Form], n: int, device: torch.device) -> tuple[Forms, Tensor]:
     """M, and the units that are in no form."""
     terms = [(node, unit, float(c)) for node, form in forms.items() for unit, c in form]
     node, unit, coefficient = torch.tensor(terms, dtype=torch.float64, device=device).reshape(-1, 3).unbind(1)

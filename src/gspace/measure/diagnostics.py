@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gspace.analysis import Analysis, analyzed, require_module
-from gspace.analysis.forward import tensors_in
+from gspace.analysis.forward import arguments, tensors_in
+from gspace.group.balance import forms_of
 from gspace.group.scaling import Scales, random_scales, rescale_
 from gspace.group.stacks import square
 from gspace.optim.arguments import require_copies, require_values
@@ -78,6 +79,11 @@ def _gap(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max())
 
 
+def _called(model: nn.Module, inputs: Any) -> Any:
+    args, kwargs = arguments(inputs)
+    return model(*args, **kwargs)
+
+
 def _first(output: Any) -> Tensor:
     """The output, or the first tensor of it."""
     return output if isinstance(output, Tensor) else tensors_in(output)[0]
@@ -87,7 +93,7 @@ def _evaluated(model: nn.Module, inputs: Any) -> Tensor:
     training = {m: m.training for m in model.modules()}
     try:
         with torch.no_grad():
-            return _first(model.eval()(inputs))
+            return _first(_called(model.eval(), inputs))
     finally:
         for m, mode in training.items():
             m.training = mode
@@ -111,7 +117,7 @@ def invariance_gap(
     Args:
         make_optimizer: Makes an optimizer for a model, for example `lambda model: gspace.GSGD(model, lr=0.1)`.
         model: It is left as it is.
-        batches: Pairs (inputs, targets), one step each.
+        batches: Pairs (inputs, targets), one step each; inputs as `analyze` takes them: a tensor, a tuple or a dict.
         scales: The rescaling; by default e^N(0, 1) for every unit, drawn from `generator`.
         loss: Of (outputs, targets).
         analysis: The result of `analyze(model)`; otherwise `options` (`example_input`, `residual`, `pin`) are for it,
@@ -126,7 +132,8 @@ def invariance_gap(
     if not data:
         raise ValueError("invariance_gap needs at least one batch")
     probe = data[0][0]
-    found = _analysis(model, analysis, probe, options)
+    shown = {"example_input": probe} if analysis is None else {}
+    found = analyzed(model, analysis, shown | options)
     refuse_sharded(dict(model.named_parameters()), "invariance_gap")
     require_copies(model)
     plain, scaled = copy.deepcopy(model), copy.deepcopy(model)
@@ -140,19 +147,13 @@ def invariance_gap(
             for m, optimizer in pair:
                 torch.manual_seed(seed + step)  # dropout must not tell the two apart
                 optimizer.zero_grad()
-                value = loss(_first(m(inputs)), targets)
+                value = loss(_first(_called(m, inputs)), targets)
                 value.backward()
                 optimizer.step()
                 if m is plain:
                     losses.append(float(value.detach()))
             gaps.append(_gap(_evaluated(plain, probe), _evaluated(scaled, probe)))
     return InvarianceGap(tuple(gaps), _gap(start, _evaluated(plain, probe)), tuple(losses))
-
-
-def _analysis(model: nn.Module, analysis: Analysis | None, inputs: Any, options: dict[str, Any]) -> Analysis:
-    """The one given, or one whose example are these inputs; a tuple of them would be taken for arguments."""
-    shown = {"example_input": inputs} if analysis is None and isinstance(inputs, Tensor) else {}
-    return analyzed(model, analysis, shown | options)
 
 
 def compare_invariance(
@@ -177,7 +178,8 @@ def compare_invariance(
     if not isinstance(optimizers, Mapping):
         raise TypeError(f"optimizers are functions that make one, by name, got {type(optimizers).__name__}")
     data = list(batches)
-    found = _analysis(model, analysis, data[0][0] if data else None, options)
+    shown = {"example_input": data[0][0]} if data and analysis is None else {}
+    found = analyzed(model, analysis, shown | options)
     scales = random_scales(model, generator, analysis=found) if scales is None else scales
     same: dict[str, Any] = {"batches": data, "scales": scales, "loss": loss, "analysis": found}
     return InvarianceTable({name: invariance_gap(make, model, **same) for name, make in optimizers.items()})
@@ -191,8 +193,8 @@ class Balance:
     """How a network's weights are shared between the two sides of its units.
 
     Attributes:
-        incoming: ‖weights into u‖², `(H,)`.
-        outgoing: ‖weights out of u‖², `(H,)`.
+        incoming: ‖weights into u‖², `(H,)`: of all that grow with its scale, times the power they grow with.
+        outgoing: ‖weights out of u‖², `(H,)`: of all that shrink.
     """
 
     incoming: Tensor
@@ -222,13 +224,14 @@ def balancedness(model: nn.Module, *, analysis: Analysis | None = None, **option
     found = analyzed(model, analysis, options, "pin")
     require_values(model)
     n = 1 + found.H + found.H_absorbed
-    incoming, outgoing = (torch.zeros(n, dtype=torch.float64, device="cpu") for _ in range(2))
+    forms, _ = forms_of(found.forms, n, torch.device("cpu"))
+    incoming, outgoing = sides = torch.zeros(2, forms.ids, dtype=torch.float64, device="cpu")
     weights = weights_of(model)
     for e in found.edges:
         a = square(e.view(weights[e.name]), e.shift).cpu()
         incoming.index_add_(0, e.head.reshape(-1), a.sum(2).reshape(-1))
         outgoing.index_add_(0, e.tail.reshape(-1), a.sum(1).reshape(-1))
-    return Balance(incoming[1 : 1 + found.H], outgoing[1 : 1 + found.H])
+    return Balance(*forms.pulls(sides, n)[:, 1 : 1 + found.H])
 
 
 # Distance and ratios -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ rescaling changes, with BatchNorm too. They agree without BatchNorm.
 Shapes: the values of a parameter are `(group, out, in, *taps)`, as `Edges.view` shows it; unit vectors are `(H + 1,)`.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -99,6 +100,10 @@ def coordinates(
         found = _exact(found)
     reference = reference or reference_of(model, found)
     skeleton = build_skeleton(model, found, choice=CHOICE[reference])
+    if skeleton.unused:
+        why = "; ".join(skeleton.unused)
+        left_out = f"units of this model have no path value: {why}. What is measured may change with their scale"
+        warnings.warn(f"{left_out}, or leave them out.", stacklevel=3)
     weights = dict(model.named_parameters())
     planned = plan(skeleton, layers_of(skeleton, weights), entry_references(skeleton, found, weights, reference))
     inside = {layer.edges.name for layer in planned.layers}

@@ -37,6 +37,7 @@ from gspace.optim.choice import Chosen
 from gspace.optim.plan import Layer
 from gspace.optim.skeleton import (
     COEFFICIENTS,
+    NO_PATH,
     NOT_TRAINED,
     Picked,
     by_edge,
@@ -125,7 +126,7 @@ def choose(model: nn.Module, analysis: Analysis, parameters: Iterable[Tensor], *
     reasons = {
         COEFFICIENTS: ~torch.isin(torch.arange(n), ids_of(edges)),
         NOT_TRAINED: ~trained_units(edges, trained, n),
-        "lie on no path from input to output": ~live & (in_edge < 0),
+        NO_PATH: ~live & (in_edge < 0),
         ONLY_ZEROS: in_edge < 0,
     }
     usable, unused = sorted_out(reasons)

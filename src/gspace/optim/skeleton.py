@@ -31,6 +31,7 @@ COEFFICIENTS = "have other coefficients than one (queries and keys, squares, 1 +
 APART = (
     "are not in the paper's view (rows of padding, weights also used transposed, BatchNorms of inputs without a scale)"
 )
+NO_PATH = "lie on no path from input to output, or only on paths through a norm that is the output"
 ONLY_ZEROS = "have skeleton weights of 0 (in the first weight that writes them or the last that reads them)"
 
 
@@ -111,7 +112,7 @@ def build_skeleton(
     into, out = (values_at(edges, weights, *places).cpu() for places in (picked[:2], picked[3:5]))
     reasons = {
         NOT_TRAINED: ~trained_units(edges, trained, n),
-        "lie on no path from input to output": ~live,
+        NO_PATH: ~live,
         ONLY_ZEROS: (into == 0) | (out == 0),
     }
     usable, unused = sorted_out(reasons)
