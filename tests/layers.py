@@ -181,6 +181,18 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x + self.down(F.relu(self.up(x)))))
 
 
+class Bags(nn.Module):
+    """What all tokens of a text have in a table, put together."""
+
+    def __init__(self, mode: str, padding: int | None) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(7, 4, mode=mode, padding_idx=padding)
+        self.up, self.down = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(self.table(tokens))))
+
+
 class LayerDrop(nn.Module):
     """Residual blocks that training drops at random."""
 

@@ -31,6 +31,7 @@ from attentions import (
     rotary,
 )
 from layers import (
+    Bags,
     DenseExperts,
     Experts,
     Flat,
@@ -253,6 +254,10 @@ TABLES = (
     # 4 channels of token and position together, and the hidden 5.
     Module("embedding", partial(LanguageModel, False, False), TEXT, 9, vocabulary=7),
     Module("embedding-padding", partial(LanguageModel, False, False, 0), TEXT, 9, vocabulary=7),
+    # 4 channels of a bag and the hidden 5.
+    Module("embedding-bag-sum", partial(Bags, "sum", None), TEXT, 9, vocabulary=7),
+    Module("embedding-bag-max", partial(Bags, "max", None), TEXT, 9, vocabulary=7),
+    Module("embedding-bag-mean", partial(Bags, "mean", 0), TEXT, 9, vocabulary=7, free=4, why="padding is not read"),
     # Hidden 5; a scale of the stream comes back squared from the tied head.
     Module("embedding-tied", partial(LanguageModel, True, False), TEXT, 5, vocabulary=7),
     # The norm's 4 gains and the hidden 5; the stream's 4 are one before the norm.

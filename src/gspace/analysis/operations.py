@@ -52,6 +52,7 @@ TABLE: tuple[tuple[str, Rule | None, Rule | str | None], ...] = (
     ("constant_pad_nd", rules.padded, paths.padded),
     ("index index_select gather take_along_dim", rules.chosen, paths.moved),
     ("embedding", rules.chosen, paths.embedding),
+    ("_embedding_bag _embedding_bag_forward_only", rules.bags, UNKNOWN),
     ("index_put masked_scatter", rules.collected, paths.moved),
     ("index_add scatter scatter_add scatter_reduce", rules.collected, UNKNOWN),
     # reductions

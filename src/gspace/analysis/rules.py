@@ -140,6 +140,17 @@ def chosen(s: Follow, c: Call) -> Nodes:
     return c.run(**{name: nodes.contiguous(), index: tree_map(_here, c[index])})
 
 
+def bags(s: Follow, c: Call) -> list[Nodes]:
+    """Sums, means or maxima of a table's rows, in channels of one scale each; the other results are of the indices."""
+    if c["per_sample_weights"] is not None and c["per_sample_weights"] in s.memory:
+        return [nonlinear(s, c)] * c.results
+    raw = s.raw(c["weight"])
+    nodes = s.weights.edges(raw, ZERO, [1, raw.sizes[1]]) if raw is not None else s.reduce(s.ids(c["weight"]), 0)
+    if raw is not None and c["padding_idx"] >= 0:
+        s.untrained.append(nodes)
+    return [nodes[0], *[None] * (c.results - 1)]
+
+
 def collected(s: Follow, c: Call) -> Nodes:
     """Rows that are written onto others, several perhaps onto one."""
     if c.get("reduce") in ("prod", "multiply"):

@@ -223,7 +223,8 @@ def called(run: Run, model: nn.Module, example: Inputs) -> Any:
 
 
 def written(name: str) -> TraceError:
-    return TraceError(f"forward writes into parameter {name!r}: do that outside of it (a hook, the training loop)")
+    outside = "do that outside of it (a hook, the training loop), or analyze a mode that does not (modes='eval')"
+    return TraceError(f"forward writes into parameter {name!r}: {outside}")
 
 
 # Operations -----------------------------------------------------------------------------------------------------------
