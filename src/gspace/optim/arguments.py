@@ -80,7 +80,7 @@ def require_seen(analysis: Analysis) -> None:
         more = f" and {len(analysis.unseen) - 1} more parameters" if len(analysis.unseen) > 1 else ""
         raise ValueError(
             f"the example did not use {n:,} weights of {name!r}{more}, so their scales are not known: analyze with "
-            "several or longer examples (example_input=[a, b]), or name them or their modules in pin= if they are never used"
+            "several or longer examples (example_input=[a, b]), or name them in pin= if they are never used"
         )
 
 
