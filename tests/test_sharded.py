@@ -479,7 +479,7 @@ def _whole_only() -> list[str]:
         lambda: gspace.basis_path_norm(model, analysis=analysis),
         lambda: penalty(model),
         lambda: gspace.distance(at, model),
-        lambda: gspace.invariance_gap(lambda net: gspace.GSGD(net, 0.1), model, [], analysis=analysis),
+        lambda: gspace.invariance_gap(lambda net: gspace.GSGD(net, 0.1), model, [(None, None)], analysis=analysis),
         lambda: gspace.mappings(model, analysis=analysis),
         lambda: gspace.equalize_(model, analysis=analysis),
     ]
