@@ -480,6 +480,89 @@ def test_maxima_before_an_instance_norm_are_those_of_channels() -> None:
     torch.testing.assert_close(net[0](x).abs().amax((0, 2, 3)), torch.ones(4))
 
 
+class ChannelsFirst(nn.LayerNorm):
+    """A norm over channels that lie in dimension 1, as timm's LayerNorm2d."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class Turned(nn.Linear):
+    """Reads its channels in dimension 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT).mT
+
+
+LAYOUTS: dict[str, tuple[Any, tuple[int, ...], int]] = {  # two layers and what reads them, an input, where channels lie
+    "a norm of its own": (lambda: (nn.Conv2d(3, 8, 1), ChannelsFirst(8), nn.Conv2d(8, 4, 3)), (2, 3, 6, 5), 1),
+    "as wide as channels": (lambda: (nn.Conv2d(3, 8, 1), ChannelsFirst(8), nn.Conv2d(8, 4, 3)), (2, 3, 8, 8), 1),
+    "a linear layer": (lambda: (Turned(3, 8), nn.ReLU(), Turned(8, 4)), (2, 3, 8), 1),
+    "no batch": (lambda: (nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 3)), (3, 8, 8), 0),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_maxima_are_those_of_channels_wherever_a_module_puts_them(name: str) -> None:
+    make, shape, dim = LAYOUTS[name]
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*make()).double(), torch.randn(shape, dtype=torch.float64)
+    for p in net.parameters():
+        nn.init.normal_(p)
+    before = outputs(net, x)
+    gspace.smooth_(net, [x], 1.0, gspace.mappings(net, x))
+    torch.testing.assert_close(outputs(net[:2], x).abs().movedim(dim, 0).flatten(1).amax(1), torch.ones(8).double())
+    assert moved(before, outputs(net, x)) < 1e-12
+
+
+def test_the_maximum_of_a_single_scale_is_taken_over_all_channels_of_a_depthwise_convolution() -> None:
+    net, x = nn.Sequential(Gain(1), nn.ReLU(), nn.Conv2d(3, 3, 1, groups=3)), torch.arange(24.0).view(2, 3, 2, 2)
+    gspace.smooth_(net, [x], 1.0, gspace.mappings(net, x))
+    assert float(outputs(net[:2], x).max()) == pytest.approx(1)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
+def test_maxima_behind_a_gate_whose_two_sides_are_smoothed_at_once() -> None:
+    net, x = Gated(), torch.randn(50, 4)
+    before, found = outputs(net, x), gspace.mappings(net, x)
+    assert [m.balance_layers for m in found] == [("down",), ("down",)]
+    gspace.smooth_(net, [x], mappings=found)
+    assert moved(before, outputs(net, x)) < 1e-5
+
+
+class Passing(nn.LayerNorm):
+    """Its first output is its input."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, super().forward(x)
+
+
+def test_channels_that_cannot_be_told_apart_are_refused_by_name() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = Passing(6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(x)[1])
+
+    net, x = Net(), torch.randn(6, 6)
+    before = deepcopy(net.state_dict())
+    with pytest.raises(
+        ValueError, match=r"^the channels of 'norm' \(6\) lie along no dimension of the output of 'norm'"
+    ):
+        gspace.smooth_(net, [x])
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+
+
 def test_weights_of_the_ends_of_float64_are_equalized() -> None:
     """The ratio of two weights may overflow, their scale does not."""
     net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False)).double()
