@@ -38,6 +38,15 @@ class SquaredReLU(nn.Module):
         return self.down(torch.relu(self.up(x)).square())
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
 class Gain(nn.Module):
     """x · w with a parameter w of any shape."""
 
@@ -311,6 +320,35 @@ def test_several_layers_that_write_one_scale() -> None:
     assert [line.partition(";")[0] for line in lines] == ["'*.b' writes the scale of '*' too (in 2 places)"]
 
 
+class Fused(nn.Module):
+    """Attention with queries, keys and values in one projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "fused", "gated", "squared", "experts"])
+def test_what_is_found_is_exact_with_all_that_writes_a_scale_and_with_queries_and_keys(name: str) -> None:
+    others = {"fused": (Fused, (2, 5, 8)), "gated": (Gated, (5, 4)), "squared": (SquaredReLU, (5, 4))}
+    make, shape = (NETWORKS[name], IMAGES.shape) if name in NETWORKS else others.get(name, (Experts, (7, 6)))
+    net, x = make().double(), torch.randn(shape, dtype=torch.float64)
+    found = gspace.mappings(net, x)
+    written = json.loads(json.dumps([m.to_dict() for m in found]))
+    for table in (found, written):
+        assert gspace.check_mappings(net, table, x) == []
+    for entry in written:
+        entry["sources"][0]["exponent"] *= 2
+        (line,) = gspace.check_mappings(net, [entry], x)
+        assert "scales other entries" in line
+        last = entry["writers"].pop()
+        (line,) = gspace.check_mappings(net, [entry], x)
+        assert line == f"{last!r} writes the scale of {entry['smooth_layer']!r} too"
+
+
 def test_a_printed_table_folds_layers_that_repeat() -> None:
     layers = [nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(3)]
 
@@ -519,15 +557,6 @@ def test_the_maximum_of_a_single_scale_is_taken_over_all_channels_of_a_depthwise
     net, x = nn.Sequential(Gain(1), nn.ReLU(), nn.Conv2d(3, 3, 1, groups=3)), torch.arange(24.0).view(2, 3, 2, 2)
     gspace.smooth_(net, [x], 1.0, gspace.mappings(net, x))
     assert float(outputs(net[:2], x).max()) == pytest.approx(1)
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.gate(x)) * self.up(x))
 
 
 def test_maxima_behind_a_gate_whose_two_sides_are_smoothed_at_once() -> None:

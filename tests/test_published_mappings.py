@@ -85,6 +85,7 @@ def test_no_valid_table_is_refused(name: str) -> None:
     table = [(m.smooth_layer, m.balance_layers) for m in found(name) if m.kind != "query-key"]
     assert table
     assert check(name, table) == []
+    assert check(name, found(name)) == []  # with queries and keys, and all that writes a scale
 
 
 @pytest.mark.parametrize("part", range(4))
