@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Inputs, TraceError, unwrap
+from gspace.analysis import Analysis, Edges, Inputs, TraceError, unwrap
 from gspace.analysis.examples import first_line
 from gspace.analysis.forward import arguments, copied, set_mode, tensors_in, untouched
 from gspace.group.balance import balanced_log_scales
@@ -34,7 +34,6 @@ EXAMPLES = 3  # batches that a model is analyzed with
 ROUNDED = 0.05  # a mean may be off by so much, as in bfloat16; the scales it is to follow are powers of two
 
 Sizes = tuple[Tensor, Tensor]  # the largest and the mean of |x| along one dimension
-Along = tuple[str, int, bool]  # a parameter, one of its dimensions, and whether the parameter writes what lies there
 
 
 def equalize_(
@@ -112,7 +111,7 @@ def smooth_(
             raise ValueError(f"no module sees the {m.size} channels of {m.smooth_layer!r}: leave this mapping out")
     parameters = dict(model.named_parameters())
     log = torch.zeros(1 + found.H, dtype=torch.float64, device="cpu")
-    for m, activation in zip(chosen, _activations(model, chosen, listed), strict=True):
+    for m, activation in zip(chosen, _activations(model, found, chosen, listed), strict=True):
         weight, power = _largest(m, m.sinks, _sizes(parameters, m.sinks))
         s = activation**alpha / weight ** (1 - alpha)
         s = torch.where((activation > 0) & (weight > 0), s.clamp(min=SMALLEST), 1)
@@ -218,7 +217,9 @@ def _batches(batches: Any) -> list[Inputs]:
     return listed
 
 
-def _activations(model: nn.Module, chosen: Sequence[Mapping], batches: Sequence[Inputs]) -> list[Tensor]:
+def _activations(
+    model: nn.Module, found: Analysis, chosen: Sequence[Mapping], batches: Sequence[Inputs]
+) -> list[Tensor]:
     """The largest |x| of each channel of each mapping.
 
     Modules put channels where they like. So each batch is run again with other scales: channels lie where these show.
@@ -226,17 +227,12 @@ def _activations(model: nn.Module, chosen: Sequence[Mapping], batches: Sequence[
     parameters = dict(model.named_parameters())
     plain = {s.parameter: parameters[s.parameter].data for m in chosen for s in (*m.sources, *m.sinks)}
     scaled = {name: p.clone() for name, p in plain.items()}
-    follows: dict[Along, Tensor] = {}  # the log-scale of each position; that behind a gate is of two mappings
+    log = torch.zeros(1 + found.H + found.H_absorbed, dtype=torch.float64, device="cpu")
     for m in chosen:
-        log = math.log(2) * (torch.arange(m.size, dtype=torch.float64, device="cpu") % 5 - 2)
-        mine: dict[Along, Tensor] = {}
+        log[list(m.units)] = math.log(2) * (torch.arange(m.size, dtype=torch.float64, device="cpu") % 5 - 2)
         for side in (*m.sources, *m.sinks):
-            multiply_(scaled[side.parameter], side, log)
-            if side.slice:
-                width = plain[side.parameter].shape[side.dim]
-                total = mine.setdefault(_key(side), torch.zeros(width, dtype=torch.float64, device="cpu"))
-                total[side.slice[side.dim]] = abs(side.exponent) * log[list(side.channels)]
-        follows |= {key: total + follows.get(key, 0) for key, total in mine.items()}
+            multiply_(scaled[side.parameter], side, log[list(m.units)])
+    scales, edges = found.log_scales(log).exp(), {e.name: e for e in found.edges}
     largest = [torch.zeros(m.size, dtype=torch.float64, device="cpu") for m in chosen]
     seen: list[tuple[int, list[Sizes]]] = []
 
@@ -263,37 +259,29 @@ def _activations(model: nn.Module, chosen: Sequence[Mapping], batches: Sequence[
                     raise TraceError(f"the model does not accept a batch of `batches`: {first_line(error)}") from error
             for (k, before), (_, after) in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
                 if before:
-                    largest[k] = largest[k].maximum(_along(chosen[k], parameters, follows, before, after))
+                    largest[k] = largest[k].maximum(_along(chosen[k], parameters, edges, scales, before, after))
             seen.clear()
     return largest
-
-
-def _key(side: Side) -> Along:
-    return side.parameter, side.dim, side.exponent > 0
 
 
 def _along(
     m: Mapping,
     names: Container[str],
-    follows: Table[Along, Tensor],
+    edges: Table[str, Edges],
+    scales: Tensor,
     before: Sequence[Sizes],
     after: Sequence[Sizes],
 ) -> Tensor:
     """The largest |x| of each channel, along the dimension whose means follow the scales."""
     assert m.hook is not None
-    shown = m.sinks if m.hook.where == "input" else m.sources
-    sides = [s for s in shown if layer(s.parameter, names) == m.hook.module]
+    reads = m.hook.where == "input"
+    sides = [s for s in (m.sinks if reads else m.sources) if layer(s.parameter, names) == m.hook.module]
+    edge = edges[sides[0].parameter]
+    here = scales[(edge.tail if reads else edge.head).reshape(-1)]  # of each position; a single one is that of all
     for (top, mean), (_, moved) in zip(before, after, strict=True):
-        largest = []
-        for s in sides:
-            scale, at = follows[_key(s)].exp(), s.slice[s.dim]
-            if len(scale) == 1:  # a number, the same at every position
-                scale, at = scale.expand(len(top)), slice(None)
-            fits = len(top) == len(moved) == len(scale)
-            if not fits or not torch.allclose(moved[at], (mean * scale)[at], rtol=ROUNDED, atol=0):
-                break
-            largest.append(top[at] if len(s.channels) > 1 else top[at].amax(0, True))
-        else:
-            return _by_channel(m, sides, largest)
+        fits = len(here) in (1, len(mean)) and len(mean) == len(moved)
+        if fits and torch.allclose(moved, mean * here, rtol=ROUNDED, atol=0):
+            values = [(s, top[s.slice[s.dim]]) for s in sides]
+            return _by_channel(m, sides, [v if len(s.channels) > 1 else v.amax(0, True) for s, v in values])
     where = f"no dimension of the {m.hook.where} of {m.hook.module!r}"
     raise ValueError(f"the channels of {m.smooth_layer!r} ({m.size}) lie along {where}: leave this mapping out")
