@@ -38,6 +38,15 @@ class SquaredReLU(nn.Module):
         return self.down(torch.relu(self.up(x)).square())
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
 class Gain(nn.Module):
     """x · w with a parameter w of any shape."""
 
@@ -311,6 +320,35 @@ def test_several_layers_that_write_one_scale() -> None:
     assert [line.partition(";")[0] for line in lines] == ["'*.b' writes the scale of '*' too (in 2 places)"]
 
 
+class Fused(nn.Module):
+    """Attention with queries, keys and values in one projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "fused", "gated", "squared", "experts"])
+def test_what_is_found_is_exact_with_all_that_writes_a_scale_and_with_queries_and_keys(name: str) -> None:
+    others = {"fused": (Fused, (2, 5, 8)), "gated": (Gated, (5, 4)), "squared": (SquaredReLU, (5, 4))}
+    make, shape = (NETWORKS[name], IMAGES.shape) if name in NETWORKS else others.get(name, (Experts, (7, 6)))
+    net, x = make().double(), torch.randn(shape, dtype=torch.float64)
+    found = gspace.mappings(net, x)
+    written = json.loads(json.dumps([m.to_dict() for m in found]))
+    for table in (found, written):
+        assert gspace.check_mappings(net, table, x) == []
+    for entry in written:
+        entry["sources"][0]["exponent"] *= 2
+        (line,) = gspace.check_mappings(net, [entry], x)
+        assert "scales other entries" in line
+        last = entry["writers"].pop()
+        (line,) = gspace.check_mappings(net, [entry], x)
+        assert line == f"{last!r} writes the scale of {entry['smooth_layer']!r} too"
+
+
 def test_a_printed_table_folds_layers_that_repeat() -> None:
     layers = [nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(3)]
 
@@ -478,6 +516,80 @@ def test_maxima_before_an_instance_norm_are_those_of_channels() -> None:
     x = torch.randn(2, 4, 6, 6)
     gspace.smooth_(net, x, alpha=1.0)
     torch.testing.assert_close(net[0](x).abs().amax((0, 2, 3)), torch.ones(4))
+
+
+class ChannelsFirst(nn.LayerNorm):
+    """A norm over channels that lie in dimension 1, as timm's LayerNorm2d."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class Turned(nn.Linear):
+    """Reads its channels in dimension 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT).mT
+
+
+LAYOUTS: dict[str, tuple[Any, tuple[int, ...], int]] = {  # two layers and what reads them, an input, where channels lie
+    "a norm of its own": (lambda: (nn.Conv2d(3, 8, 1), ChannelsFirst(8), nn.Conv2d(8, 4, 3)), (2, 3, 6, 5), 1),
+    "as wide as channels": (lambda: (nn.Conv2d(3, 8, 1), ChannelsFirst(8), nn.Conv2d(8, 4, 3)), (2, 3, 8, 8), 1),
+    "a linear layer": (lambda: (Turned(3, 8), nn.ReLU(), Turned(8, 4)), (2, 3, 8), 1),
+    "no batch": (lambda: (nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 3)), (3, 8, 8), 0),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_maxima_are_those_of_channels_wherever_a_module_puts_them(name: str) -> None:
+    make, shape, dim = LAYOUTS[name]
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*make()).double(), torch.randn(shape, dtype=torch.float64)
+    for p in net.parameters():
+        nn.init.normal_(p)
+    before = outputs(net, x)
+    gspace.smooth_(net, [x], 1.0, gspace.mappings(net, x))
+    torch.testing.assert_close(outputs(net[:2], x).abs().movedim(dim, 0).flatten(1).amax(1), torch.ones(8).double())
+    assert moved(before, outputs(net, x)) < 1e-12
+
+
+def test_the_maximum_of_a_single_scale_is_taken_over_all_channels_of_a_depthwise_convolution() -> None:
+    net, x = nn.Sequential(Gain(1), nn.ReLU(), nn.Conv2d(3, 3, 1, groups=3)), torch.arange(24.0).view(2, 3, 2, 2)
+    gspace.smooth_(net, [x], 1.0, gspace.mappings(net, x))
+    assert float(outputs(net[:2], x).max()) == pytest.approx(1)
+
+
+def test_maxima_behind_a_gate_whose_two_sides_are_smoothed_at_once() -> None:
+    net, x = Gated(), torch.randn(50, 4)
+    before, found = outputs(net, x), gspace.mappings(net, x)
+    assert [m.balance_layers for m in found] == [("down",), ("down",)]
+    gspace.smooth_(net, [x], mappings=found)
+    assert moved(before, outputs(net, x)) < 1e-5
+
+
+class Passing(nn.LayerNorm):
+    """Its first output is its input."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, super().forward(x)
+
+
+def test_channels_that_cannot_be_told_apart_are_refused_by_name() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = Passing(6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(x)[1])
+
+    net, x = Net(), torch.randn(6, 6)
+    before = deepcopy(net.state_dict())
+    with pytest.raises(
+        ValueError, match=r"^the channels of 'norm' \(6\) lie along no dimension of the output of 'norm'"
+    ):
+        gspace.smooth_(net, [x])
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
 
 
 def test_weights_of_the_ends_of_float64_are_equalized() -> None:

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import gspace
+from gspace.lab import cli
+from gspace.lab.analyze import load_model, parse_spec
 from gspace.quantization import Mappings, Side
 from huggingface import Family
 from moved import change, run
@@ -85,6 +87,7 @@ def test_no_valid_table_is_refused(name: str) -> None:
     table = [(m.smooth_layer, m.balance_layers) for m in found(name) if m.kind != "query-key"]
     assert table
     assert check(name, table) == []
+    assert check(name, found(name)) == []  # with queries and keys, and all that writes a scale
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -151,3 +154,32 @@ def test_a_llama_on_the_meta_device() -> None:
     wrong = gspace.check_mappings(model, [("model.layers.0.input_layernorm", ["model.layers.0.mlp.up_proj"])], batch)
     assert len(wrong) == 4
     assert "moves" not in wrong[0]
+
+
+SMALL = "encoder_layers=1, decoder_layers=1, d_model=64, encoder_attention_heads=4, decoder_attention_heads=4"
+
+
+@pytest.mark.parametrize(
+    ("config", "built"),
+    [
+        (f"BartConfig({SMALL})", "BartForConditionalGeneration"),
+        (f"WhisperConfig({SMALL})", "WhisperForConditionalGeneration"),
+        (f"BartConfig({SMALL}, is_encoder_decoder=False)", "BartForCausalLM"),
+        ("BertConfig()", "BertLMHeadModel"),
+        ("ViTConfig()", "ViTModel"),
+    ],
+)
+def test_the_config_of_an_encoder_and_decoder_builds_both(config: str, built: str) -> None:
+    assert type(load_model(parse_spec(f"hf:{config}"), values=False)).__name__ == built
+
+
+def test_the_command_finds_an_input_for_an_encoder_and_decoder_or_says_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["mappings", f"hf:BartConfig({SMALL})"]) == 0
+    assert "encoder_attn.q_proj" in capsys.readouterr().out
+    for shape in ([], ["--input-shape", "2,80,3000"]):
+        assert cli.main(["mappings", f"hf:WhisperConfig({SMALL})", *shape]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "input of WhisperForConditionalGeneration.forward" in line
+        assert line.endswith("example_input={name: tensor}")

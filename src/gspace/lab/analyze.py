@@ -5,7 +5,8 @@ The check rescales a float64 copy by factors e^N(0,1) and compares its outputs.
 A SPEC names a model: `package.module:callable(arguments)` or `path/to/model.py:callable(arguments)`. The arguments are
 Python literals and are read as such, never evaluated: `"model.py:build(width=32, depth=(2, 2))"`.
 `hf:LlamaConfig(hidden_size=64)` is the model of a Hugging Face config with random weights, and so is a folder that
-holds a config.json; nothing is downloaded.
+holds a config.json; nothing is downloaded. It is the config's first architecture, else the language model, for an
+encoder and decoder with both.
 """
 
 import argparse
@@ -109,21 +110,22 @@ def analyzed(args: argparse.Namespace) -> tuple[nn.Module, gspace.Analysis, tupl
         begin(f"build {args.spec}")
         model = load_model(spec, values=values)
         inputs = random_inputs(model, args.input_shape, generator)
-        begin("analyze")
-        analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
+        begin(f"analyze {type(model).__name__}")
+        try:
+            analysis = gspace.analyze(model, inputs or None, residual=args.residual, pin=tuple(args.pin))
+        except gspace.TraceError as error:
+            if "example_input" not in str(error):
+                raise
+            more = f"On the command line, --input-shape gives one, once per input of {type(model).__name__}.forward"
+            more += ", in order; inputs by name need Python: example_input={name: tensor}"
+            raise gspace.TraceError(f"{str(error).rstrip('.')}. {more}") from error
         return model, analysis, inputs, generator
 
     with steps(2) as begin:
-        try:
-            if spec.is_config and not needed:
-                with contextlib.suppress(gspace.TraceError):  # the model may read values
-                    return found(values=False)
-            return found(values=True)
-        except gspace.TraceError as error:
-            if args.input_shape or "example_input" not in str(error):
-                raise
-            more = "On the command line, --input-shape gives one, once per input."
-            raise gspace.TraceError(f"{str(error).rstrip('.')}. {more}") from error
+        if spec.is_config and not needed:
+            with contextlib.suppress(gspace.TraceError):  # the model may read values
+                return found(values=False)
+        return found(values=True)
 
 
 def largest_changes(
@@ -297,8 +299,9 @@ def _from_config(spec: Spec) -> nn.Module:
         known = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]
         if known:
             return known[0](config)
-        causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
-        auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+        kinds = ("Seq2SeqLM", "SpeechSeq2Seq") if getattr(config, "is_encoder_decoder", False) else ("CausalLM",)
+        autos = [getattr(transformers, f"AutoModelFor{kind}") for kind in kinds]
+        auto = next((auto for auto in autos if type(config) in auto._model_mapping), transformers.AutoModel)
         return auto.from_config(config)
     except Exception as error:  # what transformers makes of a config may raise anything
         first: BaseException = error

@@ -49,7 +49,8 @@ def check_mappings(
     Args:
         model: On the meta device, nothing is tried on a copy.
         table: Entries `(smooth_layer, balance_layers)`, `(balance_layers, smooth_layer)` as SmoothQuant has them, or
-            dicts with those two keys.
+            dicts with those two keys. What `mappings` returns, or its `to_dict()`, is checked whole, all writers and
+            entries of parameters.
         example_input: A batch the model accepts, or a list of several, as for `analyze`.
         analysis: What `analyze` has found, to save a run.
         seed: Of the scales that are tried, e^N(0, 1) per channel.
@@ -68,8 +69,7 @@ def check_mappings(
     model, found = examined(model, example_input, analysis)
     lines, tried = _tried(model, table, example_input, found, seed)
     problems: list[tuple[str, float | None]] = [(line, None) for line in lines]
-    for entry, mapping, change in tried:
-        texts = _wrong(entry, mapping, found)
+    for entry, texts, change in tried:
         if not texts and change is not None and not change <= TOLERANCE:
             texts = [f"{entry.smooth!r} → {_listed(entry.balance)} agrees with the analysis, please report this model"]
         problems += [(text, change) for text in texts]
@@ -97,22 +97,31 @@ def effects(
 
 def _tried(
     model: nn.Module, table: Iterable[Any], example_input: Any, found: Analysis, seed: int
-) -> tuple[list[str], list[tuple[Entry, Mapping | None, float | None]]]:
-    """Lines for names that match nothing; entries with the mappings they come closest to and the output's change."""
+) -> tuple[list[str], list[tuple[Entry, list[str], float | None]]]:
+    """Lines for names that match nothing; entries, what the analysis says against them, and the output's change."""
     names = {name for name, _ in model.named_parameters()}
     modules = [name for name, _ in model.named_modules() if name]
     layers = list(dict.fromkeys([*modules, *(layer(e.name, names) for e in found.edges)]))
     there, trial, lines, tried = find(model, analysis=found), None, [], []
-    for smooth, balance in map(_pair, table):
+    for given in table:
+        smooth, balance = _pair(given)
         unknown = [name for name in dict.fromkeys((smooth, *balance)) if not _matches(name, layers)]
         for name in unknown:
             close = difflib.get_close_matches(name, layers, 1)
             lines.append(f"the model has no layer {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-        for entry in [] if unknown else _resolved(smooth, balance, layers):
+        if unknown:
+            continue
+        whole = _whole(given)
+        exact = next((m for m in there if m.smooth_layer == smooth and m.to_dict() == whole), None)
+        for entry in [Entry(smooth, tuple(balance))] if whole else _resolved(smooth, balance, layers):
             if trial is None and not any(p.is_meta for p in model.parameters()):
                 trial = _Trial(model, found, example_input, seed)
-            mapping = _best(entry, there)
-            tried.append((entry, mapping, None if trial is None else trial.change(entry, mapping)))
+            near = exact or _best(entry, there, whole.get("kind"))
+            texts = _wrong(entry, near, found, whole.get("writers", [entry.smooth]))
+            if whole and not exact:
+                texts = texts or [f"{smooth!r} → {_listed(balance)} scales other entries of its parameters here"]
+            sides = [*exact.sources, *exact.sinks] if exact else trial.sides(entry, near) if trial and not whole else []
+            tried.append((entry, texts, trial.change(sides) if trial else None))
     return lines, tried
 
 
@@ -123,17 +132,21 @@ def _pair(entry: Any) -> Pair:
     """A table's entry in one order."""
     smooth: Any = None
     balance: Any = None
-    match entry:
-        case Mapping():
-            smooth, balance = entry.smooth_layer, entry.balance_layers
-        case Table():
-            smooth, balance = (entry.get(k) or entry.get(f"{k}s") for k in ("smooth_layer", "balance_layer"))
+    match _whole(entry) or entry:
+        case Table() as named:
+            smooth, balance = (named.get(k) or named.get(f"{k}s") for k in ("smooth_layer", "balance_layer"))
         case [str(smooth), balance] | [balance, str(smooth)]:
             pass
     listed = [balance] if isinstance(balance, str) else list(balance) if isinstance(balance, Sequence) else []
     if not isinstance(smooth, str) or not listed or not all(isinstance(name, str) for name in listed):
         raise ValueError(f"an entry of the table is (smooth_layer, [balance_layers]), got {entry!r}")
     return smooth, listed
+
+
+def _whole(entry: Any) -> dict[str, Any]:
+    """What `mappings` has found, or its `to_dict()`; empty for an entry that only names layers."""
+    plain = entry.to_dict() if isinstance(entry, Mapping) else entry
+    return plain if isinstance(plain, dict) and isinstance(plain.get("writers"), list) else {}
 
 
 def _resolved(smooth: str, balance: Sequence[str], layers: Sequence[str]) -> list[Entry]:
@@ -162,20 +175,20 @@ def _matches(pattern: str, layers: Sequence[str]) -> list[str]:
 # The analysis ---------------------------------------------------------------------------------------------------------
 
 
-def _best(entry: Entry, there: Sequence[Mapping]) -> Mapping | None:
-    """The mapping of this smooth layer that shares most layers with the entry."""
-    mine = [m for m in there if entry.smooth in m.writers and m.kind != "query-key"]
+def _best(entry: Entry, there: Sequence[Mapping], kind: str | None) -> Mapping | None:
+    """The mapping of this smooth layer that shares most layers with the entry; no table means queries and keys."""
+    mine = [m for m in there if entry.smooth in m.writers and (m.kind == "query-key") == (kind == "query-key")]
     wanted = set(entry.balance)
     return max(mine, key=lambda m: -len(wanted ^ set(m.balance_layers)), default=None)
 
 
-def _wrong(entry: Entry, mapping: Mapping | None, found: Analysis) -> list[str]:
+def _wrong(entry: Entry, mapping: Mapping | None, found: Analysis, writers: Sequence[str]) -> list[str]:
     if mapping is None:
         return [f"{entry.smooth!r} carries no scale that can move into {_listed(entry.balance)}{_why(entry, found)}"]
     wanted, there = entry.balance, mapping.balance_layers
     texts = [f"{name!r} reads the scale of {entry.smooth!r} too and is missing" for name in there if name not in wanted]
     texts += [f"{name!r} does not read the scale of {entry.smooth!r}" for name in wanted if name not in there]
-    others = [name for name in mapping.writers if name != entry.smooth]
+    others = [name for name in mapping.writers if name not in writers]
     return texts + [f"{name!r} writes the scale of {entry.smooth!r} too" for name in others]
 
 
@@ -245,19 +258,18 @@ class _Trial:
             outputs = torch.func.functional_call(self.model, state, *arguments(self.inputs))
             return [t for t in tensors_in(outputs) if t.is_floating_point() and t.numel()]
 
-    def change(self, entry: Entry, mapping: Mapping | None) -> float | None:
-        """max |after − before| / max |before| with random scales on this entry; None if sizes do not fit."""
-        sides = self._sides(entry, mapping)
+    def change(self, sides: Sequence[Side]) -> float | None:
+        """max |after − before| / max |before| with random scales on these entries; None if there are none."""
         if not sides:
             return None
-        size = mapping.size if mapping else len(sides[0].channels)
+        size = 1 + max(max(side.channels) for side in sides)
         log = torch.randn(size, generator=self.generator, dtype=torch.float64, device="cpu")
         scaled = self.parameters | {side.parameter: self.parameters[side.parameter].clone() for side in sides}
         for side in sides:
             multiply_(scaled[side.parameter], side, log)
         return max(_relative(b, a) for b, a in zip(self.before, self._outputs(scaled), strict=True))
 
-    def _sides(self, entry: Entry, mapping: Mapping | None) -> list[Side]:
+    def sides(self, entry: Entry, mapping: Mapping | None) -> list[Side]:
         """What the entry scales: where the analysis knows it as it says, else as a quantizer would; nothing: unfit."""
         found, whole = list[Side](), list[Side]()
         for e, of in self.edges:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from gspace.analysis import Analysis, Edges, Inputs, analyze, analyzed, require_module, unwrap
@@ -121,11 +120,6 @@ def _hook(
         if (depthwise or not grouped) and (side.dim == 0 or all(s == slice(None) for s in side.slice[:1])):
             return Hook(name, "input")
     return None
-
-
-def channel_dim(module: nn.Module) -> int:
-    """Where the channels of a module's input and output lie."""
-    return 1 if isinstance(module, (_ConvNd, _NormBase, nn.GroupNorm)) else -1
 
 
 def touched(found: Analysis) -> set[str]:
