@@ -535,7 +535,7 @@ class Turned(nn.Linear):
 LAYOUTS: dict[str, tuple[Any, tuple[int, ...], int]] = {  # two layers and what reads them, an input, where channels lie
     "a norm of its own": (lambda: (nn.Conv2d(3, 8, 1), ChannelsFirst(8), nn.Conv2d(8, 4, 3)), (2, 3, 6, 5), 1),
     "as wide as channels": (lambda: (nn.Conv2d(3, 8, 1), ChannelsFirst(8), nn.Conv2d(8, 4, 3)), (2, 3, 8, 8), 1),
-    "a linear layer": (lambda: (Turned(3, 8), nn.ReLU(), Turned(8, 4)), (2, 3, 8), 1),
+    "a linear layer": (lambda: (Turned(3, 8), nn.ReLU(), Turned(8, 4)), (20, 3, 7), 1),
     "no batch": (lambda: (nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 3)), (3, 8, 8), 0),
 }
 
@@ -567,28 +567,12 @@ def test_maxima_behind_a_gate_whose_two_sides_are_smoothed_at_once() -> None:
     assert moved(before, outputs(net, x)) < 1e-5
 
 
-class Passing(nn.LayerNorm):
-    """Its first output is its input."""
-
-    def forward(self, x: Tensor) -> Any:
-        return x, super().forward(x)
-
-
-def test_channels_that_cannot_be_told_apart_are_refused_by_name() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.head = Passing(6), nn.Linear(6, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.norm(x)[1])
-
-    net, x = Net(), torch.randn(6, 6)
+def test_channels_that_may_lie_in_several_dimensions_are_refused_by_name() -> None:
+    net, x = nn.Sequential(Turned(3, 8), nn.ReLU(), Turned(8, 4)), torch.randn(2, 3, 8)
     before = deepcopy(net.state_dict())
-    with pytest.raises(
-        ValueError, match=r"^the channels of 'norm' \(6\) lie along no dimension of the output of 'norm'"
-    ):
-        gspace.smooth_(net, [x])
+    said = r"^where are the 8 channels of '0'\? the input of '2', \(2, 8, 8\) has 2 dimensions of that size"
+    with pytest.raises(ValueError, match=said):
+        gspace.smooth_(net, [x], mappings=gspace.mappings(net, x))
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
 
 

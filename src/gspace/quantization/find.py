@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from gspace.analysis import Analysis, Edges, Inputs, analyze, analyzed, require_module, unwrap
 from gspace.analysis.assemble import members
@@ -108,8 +110,9 @@ def layer(parameter: str, names: Container[str]) -> str:
 def _hook(
     modules: Table[str, nn.Module], kind: str, writers: Sequence[str], sinks: Sequence[Side], names: Container[str]
 ) -> Hook | None:
-    if kind == "norm" and len(writers) == 1 and writers[0] in modules:
-        return Hook(writers[0], "output")
+    """A module that shows the activation, if possible one whose channels lie where torch puts them."""
+    norm = kind == "norm" and len(writers) == 1 and writers[0] in modules
+    seen = [Hook(writers[0], "output")] if norm else []
     for side in sinks:
         name = layer(side.parameter, names)
         module = modules.get(name)
@@ -118,8 +121,23 @@ def _hook(
         grouped = isinstance(module, _ConvNd) and module.groups > 1
         depthwise = grouped and module.groups == module.in_channels == module.out_channels
         if (depthwise or not grouped) and (side.dim == 0 or all(s == slice(None) for s in side.slice[:1])):
-            return Hook(name, "input")
-    return None
+            seen.append(Hook(name, "input"))
+    return min(seen, key=lambda hook: channel_dim(modules[hook.module]) is None, default=None)
+
+
+def channel_dim(module: nn.Module) -> int | None:
+    """Where the channels of its input and output lie; only torch's own `forward` tells."""
+    return CHANNEL_DIM.get(getattr(type(module), "forward", None))
+
+
+CHANNEL_DIM: Table[Any, int] = {
+    **dict.fromkeys((nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward), -1),
+    **dict.fromkeys((_BatchNorm.forward, nn.GroupNorm.forward), 1),
+    _InstanceNorm.forward: 1,
+    nn.Conv1d.forward: -2,  # with a batch or without
+    nn.Conv2d.forward: -3,
+    nn.Conv3d.forward: -4,
+}
 
 
 def touched(found: Analysis) -> set[str]:

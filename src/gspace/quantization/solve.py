@@ -6,8 +6,7 @@ a rounding per tensor: no sum has that gradient, and channels take turns. `smoot
 the weights (SmoothQuant, Xiao et al. 2022).
 """
 
-import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as Table
 from functools import partial
 from typing import Any, Literal
@@ -15,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gspace.analysis import Analysis, Edges, Inputs, TraceError, unwrap
+from gspace.analysis import Analysis, Inputs, TraceError, unwrap
 from gspace.analysis.examples import first_line
-from gspace.analysis.forward import arguments, copied, set_mode, tensors_in, untouched
+from gspace.analysis.forward import arguments, set_mode, tensors_in, untouched
 from gspace.group.balance import balanced_log_scales
 from gspace.group.scaling import Scales, rescale_
 from gspace.optim.arguments import require_finite, require_one_of, require_values
-from gspace.quantization.find import examined, layer, touched
+from gspace.quantization.find import channel_dim, examined, layer, touched
 from gspace.quantization.find import mappings as find
 from gspace.quantization.mapping import Mapping, Side, multiply_
 
@@ -31,9 +30,6 @@ AHEAD = 1.7  # a step goes this much farther: else scales creep along chains of 
 FARTHEST = 300.0  # a step in log that only scales without end take
 SMALLEST = 1e-5  # a smoothing scale is never smaller, as in the code of others
 EXAMPLES = 3  # batches that a model is analyzed with
-ROUNDED = 0.05  # a mean may be off by so much, as in bfloat16; the scales it is to follow are powers of two
-
-Sizes = tuple[Tensor, Tensor]  # the largest and the mean of |x| along one dimension
 
 
 def equalize_(
@@ -111,7 +107,7 @@ def smooth_(
             raise ValueError(f"no module sees the {m.size} channels of {m.smooth_layer!r}: leave this mapping out")
     parameters = dict(model.named_parameters())
     log = torch.zeros(1 + found.H, dtype=torch.float64, device="cpu")
-    for m, activation in zip(chosen, _activations(model, found, chosen, listed), strict=True):
+    for m, activation in zip(chosen, _activations(model, chosen, listed), strict=True):
         weight, power = _largest(m, m.sinks, _sizes(parameters, m.sinks))
         s = activation**alpha / weight ** (1 - alpha)
         s = torch.where((activation > 0) & (weight > 0), s.clamp(min=SMALLEST), 1)
@@ -217,71 +213,42 @@ def _batches(batches: Any) -> list[Inputs]:
     return listed
 
 
-def _activations(
-    model: nn.Module, found: Analysis, chosen: Sequence[Mapping], batches: Sequence[Inputs]
-) -> list[Tensor]:
-    """The largest |x| of each channel of each mapping.
-
-    Modules put channels where they like. So each batch is run again with other scales: channels lie where these show.
-    """
+def _activations(model: nn.Module, chosen: Sequence[Mapping], batches: Sequence[Inputs]) -> list[Tensor]:
+    """The largest |x| of each channel of each mapping."""
     parameters = dict(model.named_parameters())
-    plain = {s.parameter: parameters[s.parameter].data for m in chosen for s in (*m.sources, *m.sinks)}
-    scaled = {name: p.clone() for name, p in plain.items()}
-    log = torch.zeros(1 + found.H + found.H_absorbed, dtype=torch.float64, device="cpu")
-    for m in chosen:
-        log[list(m.units)] = math.log(2) * (torch.arange(m.size, dtype=torch.float64, device="cpu") % 5 - 2)
-        for side in (*m.sources, *m.sinks):
-            multiply_(scaled[side.parameter], side, log[list(m.units)])
-    scales, edges = found.log_scales(log).exp(), {e.name: e for e in found.edges}
+    unclear: list[str] = []
     largest = [torch.zeros(m.size, dtype=torch.float64, device="cpu") for m in chosen]
-    seen: list[tuple[int, list[Sizes]]] = []
 
-    def see(k: int, reads: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        x = tensors_in((args, kwargs) if reads else output)[0].detach().abs()[None]
-        others = [[j for j in range(x.dim()) if j != d] for d in range(1, x.dim()) if x.numel()]
-        seen.append((k, [(x.amax(d).cpu().double(), x.mean(d, dtype=torch.float64).cpu()) for d in others]))
+    def see(k: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        m = chosen[k]
+        assert m.hook is not None
+        reads = m.hook.where == "input"
+        x = tensors_in((args, kwargs) if reads else output)[0].detach()
+        mine = [s for s in (m.sinks if reads else m.sources) if layer(s.parameter, parameters) == m.hook.module]
+        dim, width = channel_dim(module), parameters[mine[0].parameter].shape[mine[0].dim]
+        fits = [d for d, n in enumerate(x.shape) if n == width] if dim is None else [dim]
+        if len(fits) != 1:
+            where = (
+                f"the {m.hook.where} of {m.hook.module!r}, {tuple(x.shape)}, has {len(fits)} dimensions of that size"
+            )
+            unclear.append(f"where are the {width} channels of {m.smooth_layer!r}? {where}: leave this mapping out")
+            return
+        values = x.abs().double().movedim(fits[0], 0).flatten(1).amax(1)
+        parts = [values[s.slice[s.dim]] for s in mine]
+        parts = [v if len(s.channels) > 1 else v.amax(0, True) for s, v in zip(mine, parts, strict=True)]
+        largest[k] = largest[k].maximum(_by_channel(m, mine, parts))
 
     with untouched(model):
         set_mode(model, training=False)
         for k, m in enumerate(chosen):
             if m.hook is not None:
-                hook = partial(see, k, m.hook.where == "input")
-                model.get_submodule(m.hook.module).register_forward_hook(hook, with_kwargs=True)
+                model.get_submodule(m.hook.module).register_forward_hook(partial(see, k), with_kwargs=True)
         for batch in batches:
-            for values in (plain, scaled):
-                for name, value in values.items():
-                    parameters[name].data = value
-                args, kwargs = arguments(copied(batch, model))
-                torch.manual_seed(0)
-                try:
-                    model(*args, **kwargs)
-                except Exception as error:  # the forward pass is the user's and may raise anything
-                    raise TraceError(f"the model does not accept a batch of `batches`: {first_line(error)}") from error
-            for (k, before), (_, after) in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
-                if before:
-                    largest[k] = largest[k].maximum(_along(chosen[k], parameters, edges, scales, before, after))
-            seen.clear()
+            args, kwargs = arguments(batch)
+            try:
+                model(*args, **kwargs)
+            except Exception as error:  # the forward pass is the user's and may raise anything
+                raise TraceError(f"the model does not accept a batch of `batches`: {first_line(error)}") from error
+            if unclear:
+                raise ValueError(unclear[0])
     return largest
-
-
-def _along(
-    m: Mapping,
-    names: Container[str],
-    edges: Table[str, Edges],
-    scales: Tensor,
-    before: Sequence[Sizes],
-    after: Sequence[Sizes],
-) -> Tensor:
-    """The largest |x| of each channel, along the dimension whose means follow the scales."""
-    assert m.hook is not None
-    reads = m.hook.where == "input"
-    sides = [s for s in (m.sinks if reads else m.sources) if layer(s.parameter, names) == m.hook.module]
-    edge = edges[sides[0].parameter]
-    here = scales[(edge.tail if reads else edge.head).reshape(-1)]  # of each position; a single one is that of all
-    for (top, mean), (_, moved) in zip(before, after, strict=True):
-        fits = len(here) in (1, len(mean)) and len(mean) == len(moved)
-        if fits and torch.allclose(moved, mean * here, rtol=ROUNDED, atol=0):
-            values = [(s, top[s.slice[s.dim]]) for s in sides]
-            return _by_channel(m, sides, [v if len(s.channels) > 1 else v.amax(0, True) for s, v in values])
-    where = f"no dimension of the {m.hook.where} of {m.hook.module!r}"
-    raise ValueError(f"the channels of {m.smooth_layer!r} ({m.size}) lie along {where}: leave this mapping out")
