@@ -570,7 +570,7 @@ def test_maxima_behind_a_gate_whose_two_sides_are_smoothed_at_once() -> None:
 def test_channels_that_may_lie_in_several_dimensions_are_refused_by_name() -> None:
     net, x = nn.Sequential(Turned(3, 8), nn.ReLU(), Turned(8, 4)), torch.randn(2, 3, 8)
     before = deepcopy(net.state_dict())
-    said = r"^where are the 8 channels of '0'\? the input of '2', \(2, 8, 8\) has 2 dimensions of that size"
+    said = r"^where are the 8 channels of '0'\? the input of '2', \(2, 8, 8\), has 2 dimensions of that size"
     with pytest.raises(ValueError, match=said):
         gspace.smooth_(net, [x], mappings=gspace.mappings(net, x))
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
