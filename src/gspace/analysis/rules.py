@@ -302,10 +302,8 @@ def convolution(s: Follow, c: Call) -> Nodes:
     weight = s.content(c["weight"])
     if isinstance(weight, Raw):
         rows, step = weight.sizes[0] // groups, weight.strides[0]
-        sizes, strides = (
-            (groups, rows, *weight.sizes[1:]),
-            (rows * step if groups > 1 else 0, step, *weight.strides[1:]),
-        )
+        sizes = groups, rows, *weight.sizes[1:]
+        strides = rows * step if groups > 1 else 0, step, *weight.strides[1:]
         weight = weight._replace(sizes=sizes, strides=strides)
     else:
         weight = weight.unflatten(0, (groups, -1))
