@@ -567,6 +567,25 @@ def test_maxima_behind_a_gate_whose_two_sides_are_smoothed_at_once() -> None:
     assert moved(before, outputs(net, x)) < 1e-5
 
 
+class RMS(nn.Module):
+    """A norm written by hand, over the last dimension."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+def test_as_many_tokens_as_channels_behind_a_norm_written_by_hand() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(RMS(8), nn.Linear(8, 4)).double(), torch.randn(2, 8, 8).double()
+    assert gspace.mappings(net, x)[0].hook == ("0", "output")
+    gspace.smooth_(net, [x], 1.0)
+    torch.testing.assert_close(outputs(net[0], x).abs().amax((0, 1)), torch.ones(8).double())
+
+
 def test_channels_that_may_lie_in_several_dimensions_are_refused_by_name() -> None:
     net, x = nn.Sequential(Turned(3, 8), nn.ReLU(), Turned(8, 4)), torch.randn(2, 3, 8)
     before = deepcopy(net.state_dict())

@@ -110,9 +110,10 @@ def layer(parameter: str, names: Container[str]) -> str:
 def _hook(
     modules: Table[str, nn.Module], kind: str, writers: Sequence[str], sinks: Sequence[Side], names: Container[str]
 ) -> Hook | None:
-    """A module that shows the activation, if possible one whose channels lie where torch puts them."""
-    norm = kind == "norm" and len(writers) == 1 and writers[0] in modules
-    seen = [Hook(writers[0], "output")] if norm else []
+    """The norm, which sees all tokens, or a reader, if possible one whose channels lie where torch puts them."""
+    if kind == "norm" and len(writers) == 1 and writers[0] in modules:
+        return Hook(writers[0], "output")
+    seen = []
     for side in sinks:
         name = layer(side.parameter, names)
         module = modules.get(name)

@@ -215,7 +215,7 @@ def _batches(batches: Any) -> list[Inputs]:
 
 def _activations(model: nn.Module, chosen: Sequence[Mapping], batches: Sequence[Inputs]) -> list[Tensor]:
     """The largest |x| of each channel of each mapping."""
-    parameters = dict(model.named_parameters())
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     unclear: list[str] = []
     largest = [torch.zeros(m.size, dtype=torch.float64, device="cpu") for m in chosen]
 
@@ -227,6 +227,9 @@ def _activations(model: nn.Module, chosen: Sequence[Mapping], batches: Sequence[
         mine = [s for s in (m.sinks if reads else m.sources) if layer(s.parameter, parameters) == m.hook.module]
         dim, width = channel_dim(module), parameters[mine[0].parameter].shape[mine[0].dim]
         fits = [d for d, n in enumerate(x.shape) if n == width] if dim is None else [dim]
+        if len(fits) > 1:  # as where they are read
+            readers = {channel_dim(modules[n]) for s in m.sinks if (n := layer(s.parameter, parameters)) in modules}
+            fits = [d for d in fits if {d} == {e % x.dim() for e in readers if e is not None}] or fits
         if len(fits) != 1:
             where = (
                 f"the {m.hook.where} of {m.hook.module!r}, {tuple(x.shape)}, has {len(fits)} dimensions of that size"
